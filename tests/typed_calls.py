@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 import hpcdp
 from hpcdp import autograd, checkpoint, data, kvstore, nn, optim
 from hpcdp.autograd import Tensor
-from hpcdp.comm import Request
+from hpcdp.comm.tasks import Operation
 from hpcdp.train import TrainStep
 from hpcdp.train.evaluate import Evaluation, evaluate
 from hpcdp.train.fit import fit
@@ -38,7 +38,7 @@ def of_collectives(x: NDArray[np.float32], world: hpcdp.World) -> None:
     assert_type(hpcdp.allreduce(x, op="mean", world=world, out=x), NDArray[np.float32])
     assert_type(hpcdp.broadcast(x, root=1), NDArray[np.float32])
     assert_type(hpcdp.reduce(x), NDArray[np.float32])
-    assert_type(hpcdp.iallreduce(x), Request)
+    assert_type(hpcdp.iallreduce(x), Operation[NDArray[np.float32]])
     assert_type(world.rank, int)
     assert_type(world.split(0), hpcdp.World)
     assert_type(hpcdp.gpu(0), hpcdp.Device)

@@ -1,6 +1,12 @@
-"""Collective operations: allreduce, reduce-scatter, allgather, broadcast and reduce.
+"""Collective operations and messages between two ranks, blocking and nonblocking, on arrays and objects.
 
-- `api`: the public functions.
+Public functions:
+
+- `api`: reductions, and movements of arrays of one shape.
+- `data_movement`: movements of any sizes. `grouped`: several arrays as one operation.
+- `point_to_point`: messages between two ranks. `objects`: Python objects.
+
+- `staging`: checks of arrays, and their copies in host memory.
 - `registry`: the algorithms of each collective, and the choice between them.
 - `cost_model`: predicted times, and measured links.
 
@@ -12,14 +18,77 @@ One algorithm a file:
 - `ring`: around one ring, or several at once.
 - `halving_doubling`: pairs at growing distances exchange halves, quarters, ..., or the whole array.
 - `tree`: up and down a binomial tree, or two binary trees with half of the array each.
+- `blocks`: a block of any size from every rank to every rank.
 - `compressed`: every shard encoded on its way to its owner and back.
 - `hierarchical`: memory inside nodes, rings between them.
 """
 
 from ..comm.communicator import Monoid
-from .api import allgather, allreduce, broadcast, iallreduce, reduce, reduce_scatter
+from .api import (
+    allgather,
+    allreduce,
+    broadcast,
+    iallgather,
+    iallreduce,
+    ibroadcast,
+    ireduce,
+    ireduce_scatter,
+    reduce,
+    reduce_scatter,
+)
+from .data_movement import alltoall, barrier, gather, ialltoall, ibarrier, igather, iscatter, scatter
+from .grouped import (
+    grouped_allgather,
+    grouped_allreduce,
+    grouped_broadcast,
+    grouped_reduce_scatter,
+    igrouped_allgather,
+    igrouped_allreduce,
+    igrouped_broadcast,
+    igrouped_reduce_scatter,
+)
+from .objects import allgather_object, broadcast_object, gather_object, recv_object, scatter_object, send_object
+from .point_to_point import irecv, isend, recv, send, sendrecv
 from .registry import ALGORITHMS
 
 __all__ = [
-    "ALGORITHMS", "Monoid", "allgather", "allreduce", "broadcast", "iallreduce", "reduce", "reduce_scatter",
-]  # fmt: skip
+    "ALGORITHMS",
+    "Monoid",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "gather",
+    "gather_object",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_broadcast",
+    "grouped_reduce_scatter",
+    "iallgather",
+    "iallreduce",
+    "ialltoall",
+    "ibarrier",
+    "ibroadcast",
+    "igather",
+    "igrouped_allgather",
+    "igrouped_allreduce",
+    "igrouped_broadcast",
+    "igrouped_reduce_scatter",
+    "irecv",
+    "ireduce",
+    "ireduce_scatter",
+    "iscatter",
+    "isend",
+    "recv",
+    "recv_object",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "scatter_object",
+    "send",
+    "send_object",
+    "sendrecv",
+]

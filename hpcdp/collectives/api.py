@@ -1,68 +1,42 @@
-"""The public collectives: checks of arguments, and staging of arrays for the algorithms.
-
-The algorithms work on flat host arrays. GPU arrays are staged in pinned host memory, which a GPU reads and writes
-several times as fast as pageable memory. CuPy caches it; ``cupy.get_default_pinned_memory_pool().free_all_blocks()``
-frees it.
-"""
+"""Reductions and broadcasts of arrays that have one shape on all ranks, blocking and not."""
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 
-from ..comm import Monoid, Reduction, Request, World, init
-from ..comm.communicator import Quotients, Steps, bounds, resolve
+from ..comm import Monoid, Reduction, World
+from ..comm.communicator import Quotients, Steps, StepsTo, bounds, resolve
 from ..comm.consistency import Call
-from ..comm.tasks import ProgressEngine
+from ..comm.tasks import Operation, ProgressEngine
 from ..comm.watchdog import Watchdog
-from ..core.arrays import Array, array_namespace, copied_to_host, from_host, is_cupy, is_float, on_device_of, to_host
-from ..core.devices import Device, Streams, to_device_of
+from ..core.arrays import Array, from_host, is_float, on_device_of
 from ..core.state import refuse_change
 from ..errors import UnsupportedError
-from . import registry
+from . import data_movement, registry
+from .data_movement import started
 from .registry import CHOICES, Algorithm, find
-
-
-def to_host_memory(x: Array) -> np.ndarray:
-    """Return a contiguous copy of ``x`` in host memory, pinned if ``x`` is contiguous on a GPU."""
-    if not _is_quick(x):
-        return np.asarray(copied_to_host(x), order="C")
-    streams = Streams(Device.of(x))
-    host = streams.pinned(x.nbytes).view(np.dtype(x.dtype)).reshape(x.shape)
-    _copy(streams, host, x)
-    return host
-
-
-def on_host(x: Array) -> np.ndarray:
-    """Return ``x`` in host memory, see `arrays.to_host`; a GPU array is copied to pinned memory."""
-    return to_host_memory(x) if is_cupy(x) else to_host(x)
-
-
-def bring_back(host: np.ndarray, target: Array) -> None:
-    """Copy ``host`` to ``target``, an array on any device."""
-    if _is_quick(target):
-        _copy(Streams(Device.of(target)), target, host)
-    else:
-        with on_device_of(target):
-            target[...] = from_host(host, target)
-
-
-def _is_quick(x: Array) -> bool:
-    return is_cupy(x) and x.size > 0 and x.flags.c_contiguous
-
-
-def _copy(streams: Streams, target: Array, source: Array) -> None:
-    """Copy and wait, because CuPy reuses pinned memory without regard to streams once an array is freed."""
-    stream = streams.current()
-    streams.copy_async(target, source, stream)
-    streams.synchronize(stream)
-
+from .staging import (
+    bring_back,
+    check_like,
+    check_writeable,
+    checked_root,
+    flat,
+    is_writeable,
+    movable,
+    on_host,
+    ranks_of,
+    receiver,
+    refuse_mask,
+    source_of,
+    staged_of,
+)
 
 ArrayT = TypeVar("ArrayT", bound=Array)
 """The type of an array that a function takes and returns."""
+T = TypeVar("T")
 _MOVED: Any = object()
 """Replaces the op of collectives that move data without reducing it."""
 
@@ -97,18 +71,18 @@ def allreduce(
 
     Source: Chan et al., "Collective communication: theory, practice, and experience", 2007, section 2.
     """
-    world = _ranks(world)
+    world = ranks_of(world)
     plan = _planned("allreduce", x, op, algorithm, world)
-    target = x if out is None else _receiver("allreduce", x, out)
+    target = x if out is None else receiver("allreduce", x, out)
     is_plain = type(target) is np.ndarray and target.flags.carray
     if is_plain:
         refuse_change(target, "x", "allreduce")
         if plan.takes_quotients:
-            plan.run(world, _flat(target))
+            plan.run(world, flat(target))
         elif world.size > 1:
-            plan.algorithm.run(world, plan.call, _flat(target), plan.reduction)
+            plan.algorithm.run(world, plan.call, flat(target), plan.reduction)
         return target
-    staged = _staged("allreduce", target)
+    staged = staged_of("allreduce", target)
     if world.size > 1:
         plan.run(world, staged.reshape(-1))
     bring_back(staged, target)
@@ -116,34 +90,35 @@ def allreduce(
 
 
 def iallreduce(
-    x: Array, op: str | Monoid = "sum", world: World | None = None, algorithm: str = "auto", out: Array | None = None
-) -> Request:
+    x: ArrayT, op: str | Monoid = "sum", world: World | None = None, algorithm: str = "auto", out: ArrayT | None = None
+) -> Operation[ArrayT]:
     """Start an `allreduce`, whose arguments and errors it has, and return at once; several may be in progress.
 
-    Every rank must start the same ones in the same order. They progress during ``test()``, which never blocks, and
-    ``wait()`` of any of them. Neither ``x`` nor ``out`` may be touched before the end. A blocking collective,
-    `World.barrier` and `World.split` first complete those of their own world, while those of other worlds do not
-    progress.
+    Every rank must start the same operations in the same order. Any number may be in progress. They progress on a
+    thread of their own while this one computes, unless MPI lacks THREAD_MULTIPLE; then during ``test()`` and ``wait()``
+    of any of them. Neither ``x`` nor ``out`` may be touched before the end. A blocking reduction or broadcast,
+    `World.barrier` and `World.split` first complete the operations of their own world.
 
     With the algorithm "native", which "auto" may choose, the order of sums may differ from that of `allreduce`, because
     MPI libraries use other algorithms for nonblocking collectives.
 
     Returns:
-        A request: ``test()`` returns whether the result is complete, ``wait()`` blocks until it is.
+        An operation: ``test()`` returns whether it is complete and never blocks; ``wait()`` blocks until it is and
+            returns the result of `allreduce`. Both raise its error.
     """
-    world = _ranks(world)
+    world = ranks_of(world)
     plan = _planned("iallreduce", x, op, algorithm, world)
-    target = x if out is None else _receiver("iallreduce", x, out)
-    staged = _staged("iallreduce", target)
+    target = x if out is None else receiver("iallreduce", x, out)
+    staged = staged_of("iallreduce", target)
 
-    def then_copied_back() -> Steps:
+    def then_copied_back() -> StepsTo[ArrayT]:
         if world.size > 1:
             yield from plan.machine(world, staged.reshape(-1))
         if staged is not target:
             bring_back(staged, target)
+        return target
 
-    with Watchdog.of(world).watching("iallreduce", staged):  # an algorithm's first call may wait for other ranks
-        return ProgressEngine.of(world).start(then_copied_back(), staged)
+    return started("iallreduce", then_copied_back(), staged, world)
 
 
 def reduce_scatter(
@@ -166,20 +141,44 @@ def reduce_scatter(
     Returns:
         ``out``.
     """
-    world = _ranks(world)
-    plan = _planned("reduce_scatter", x, op, algorithm, world)
+    world = ranks_of(world)
+    plan, work, result = _scattered("reduce_scatter", x, op, world, algorithm, out)
+    if world.size > 1:
+        plan.run(world, work, result=result)
+    return _shard(result, x, out)
+
+
+def ireduce_scatter(
+    x: Array, op: str | Monoid = "sum", world: World | None = None, algorithm: str = "auto", out: Array | None = None
+) -> Operation[Array]:
+    """Start a `reduce_scatter`, whose arguments and errors it has; as `iallreduce`."""
+    world = ranks_of(world)
+    plan, work, result = _scattered("ireduce_scatter", x, op, world, algorithm, out)
+
+    def steps() -> StepsTo[Array]:
+        if world.size > 1:
+            yield from plan.machine(world, work, result=result)
+        return _shard(result, x, out)
+
+    return started("ireduce_scatter", steps(), work, world)
+
+
+def _scattered(
+    operation: str, x: Array, op: str | Monoid, world: World, algorithm: str, out: Array | None
+) -> tuple[_Plan, np.ndarray, np.ndarray]:
+    """Return the plan of a reduce-scatter, its working memory with the values of ``x``, and memory for the shard."""
+    plan = _planned(operation, x, op, algorithm, world)
     ends = bounds(x.size, world.size)
     count = ends[world.rank + 1] - ends[world.rank]
     host = on_host(x)
-    result = np.empty(count, host.dtype)
     if out is not None:
-        _check_like("reduce_scatter", out, (count,), x)
+        check_like(operation, out, (count,), x.dtype)
     in_place = type(x) is np.ndarray and x.flags.carray and type(out) is np.ndarray and np.shares_memory(x, out)
-    work = host if in_place else np.array(host, order="C")
-    if world.size > 1:
-        plan.run(world, work.reshape(-1), result=result)
-    else:
-        result[...] = work.reshape(-1)
+    work = host.reshape(-1) if in_place else np.array(host, order="C").reshape(-1)
+    return plan, work, np.empty(count, host.dtype) if world.size > 1 else work.copy()
+
+
+def _shard(result: np.ndarray, x: Array, out: Array | None) -> Array:
     if out is None:
         return from_host(result, x)
     with on_device_of(out):
@@ -188,47 +187,68 @@ def reduce_scatter(
 
 
 def allgather(x: Array, world: World | None = None, algorithm: str = "auto", out: Array | None = None) -> Array:
-    """Gather every rank's ``x`` on all ranks; every rank must call.
+    """Gather every rank's ``x`` on all ranks, concatenated along axis 0; every rank must call.
 
     Args:
-        x: as for `allreduce`; the same shape on every rank, unless ``out`` is given.
+        x: as for `allreduce`, or of a complex or bool dtype. Without ``out``, ranks may differ in the length of axis
+            0, which may be 0; a number counts as shape ``(1,)``.
         world: the ranks; default `hpcdp.init()`.
-        algorithm: ``"auto"``, or a name in ``ALGORITHMS["allgather"]``.
+        algorithm: ``"auto"``, or a name in ``ALGORITHMS["allgather"]``, which without ``out`` needs ``x`` of one shape.
         out: receives all, any shape with N elements: rank r's ``x`` becomes elements ``N r // n`` to ``N (r + 1) //
             n``, as `reduce_scatter` leaves them, and may be a view of them. Default a new array.
 
     Returns:
-        ``out``; a new array has the shape ``(n, *x.shape)``.
+        ``out``; a new array has all rows, in the order of the ranks.
 
     Raises:
         UnsupportedError: as `allreduce`, or x has another size than its shard of ``out``.
+        MismatchError: ranks differ in dtype, another axis or operation; the same error on every rank.
     """
-    world = _ranks(world)
-    if type(x) is np.ndarray:
-        host = x
-    else:
-        _check_array("allgather", "x", x)
-        array_namespace(x)
-        host = on_host(x)
-    if out is None:
-        gathered = np.empty((world.size, *host.shape), host.dtype)
-        gathered[world.rank] = host
-    else:
-        gathered = _staged("allgather", out, "out")
-        _own_shard(gathered, host, world)[...] = host.reshape(-1)
-    # With ``out`` the ranks' x may differ in size, and their ``out`` in shape.
-    plan = _planned("allgather", gathered if out is None else _flat(gathered), _MOVED, algorithm, world)
-    plan.algorithm.run(world, plan.call, _flat(gathered))
-    if out is None:
-        return from_host(gathered, x)
+    if out is None and algorithm == "auto":
+        return data_movement.run("allgather", world, x)
+    world = ranks_of(world)
+    gathered, out = _gathered("allgather", x, world, out)
+    plan = _planned("allgather", flat(gathered), _MOVED, algorithm, world)  # the ranks' ``out`` may differ in shape
+    plan.algorithm.run(world, plan.call, flat(gathered))
     if gathered is not out:
         bring_back(gathered, out)
     return out
 
 
+def iallgather(
+    x: Array, world: World | None = None, algorithm: str = "auto", out: Array | None = None
+) -> Operation[Array]:
+    """Start an `allgather`, whose arguments and errors it has; as `iallreduce`."""
+    if out is None and algorithm == "auto":
+        return data_movement.start("iallgather", world, x)
+    world = ranks_of(world)
+    gathered, out = _gathered("iallgather", x, world, out)
+    plan = _planned("iallgather", flat(gathered), _MOVED, algorithm, world)
+
+    def steps() -> StepsTo[Array]:
+        if world.size > 1:
+            yield from plan.algorithm.machine(world, plan.call, flat(gathered))
+        if gathered is not out:
+            bring_back(gathered, out)
+        return out
+
+    return started("iallgather", steps(), gathered, world)
+
+
+def _gathered(operation: str, x: Array, world: World, out: Array | None) -> tuple[np.ndarray, Array]:
+    """Return ``out`` on the host, in which this rank has written its shard, and ``out`` itself, new if it is None."""
+    host = movable(operation, x)
+    if out is None:
+        rows, *row = np.atleast_1d(host).shape
+        out = from_host(np.empty((world.size * rows, *row), host.dtype), x)
+    gathered = staged_of(operation, out, "out")
+    _own_shard(gathered, host, world)[...] = host.reshape(-1)
+    return gathered, out
+
+
 def _own_shard(gathered: np.ndarray, x: np.ndarray, world: World) -> np.ndarray:
     count, n = gathered.size, world.size
-    shard = _flat(gathered)[count * world.rank // n : count * (world.rank + 1) // n]
+    shard = flat(gathered)[count * world.rank // n : count * (world.rank + 1) // n]
     if shard.size != x.size or gathered.dtype != x.dtype:
         raise UnsupportedError(
             "allgather", where="out", expected=f"{x.size} {x.dtype} elements for this rank's x",
@@ -249,18 +269,41 @@ def broadcast(x: ArrayT, root: int = 0, world: World | None = None, algorithm: s
     Returns:
         ``x``.
     """
-    world = _ranks(world)
-    root = _checked_root("broadcast", root, world)
+    world = ranks_of(world)
+    root = checked_root("broadcast", root, world)
     refuse_change(x, "x", "broadcast")  # on the root, too: else it would wait for the others
     plan = _planned("broadcast", x, _MOVED, algorithm, world, root)
     if type(x) is np.ndarray and x.flags.carray:
-        plan.algorithm.run(world, plan.call, _flat(x), root)
+        plan.algorithm.run(world, plan.call, flat(x), root)
         return x
-    receives = world.rank != root
-    staged = _staged("broadcast", x) if receives and _is_writeable(x) else _source(x)
-    plan.algorithm.run(world, plan.call, _flat(staged), root)
-    if receives:
-        _check_writeable("broadcast", "x", x)  # not before: the root, whose x may be read-only, waits for all
+    staged = _broadcast_memory(x, world.rank == root)
+    plan.algorithm.run(world, plan.call, flat(staged), root)
+    return _received("broadcast", staged, x, world.rank == root)
+
+
+def ibroadcast(x: ArrayT, root: int = 0, world: World | None = None, algorithm: str = "auto") -> Operation[ArrayT]:
+    """Start a `broadcast`, whose arguments and errors it has; as `iallreduce`."""
+    world = ranks_of(world)
+    root = checked_root("ibroadcast", root, world)
+    refuse_change(x, "x", "ibroadcast")
+    plan = _planned("ibroadcast", x, _MOVED, algorithm, world, root)
+    staged = _broadcast_memory(x, world.rank == root)
+
+    def steps() -> StepsTo[ArrayT]:
+        if world.size > 1:
+            yield from plan.algorithm.machine(world, plan.call, flat(staged), root)
+        return _received("ibroadcast", staged, x, world.rank == root)
+
+    return started("ibroadcast", steps(), staged, world)
+
+
+def _broadcast_memory(x: Array, is_root: bool) -> np.ndarray:
+    return source_of(x) if is_root or not is_writeable(x) else staged_of("broadcast", x)
+
+
+def _received(operation: str, staged: np.ndarray, x: ArrayT, is_root: bool) -> ArrayT:
+    if not is_root:
+        check_writeable(operation, "x", x)  # not before: the root, whose x may be read-only, waits for all
         if staged is not x:
             bring_back(staged, x)
     return x
@@ -287,36 +330,55 @@ def reduce(
     Returns:
         The result on ``root``, ``x`` on other ranks.
     """
-    world = _ranks(world)
-    root = _checked_root("reduce", root, world)
-    plan = _planned("reduce", x, op, algorithm, world, root)
-    if out is None:
-        refuse_change(x, "x", "reduce")  # on all ranks, although only the root changes it
-    target, is_root = x, world.rank == root
-    if type(x) is np.ndarray and x.flags.carray and (out is None or not is_root):
-        staged = x if is_root or plan.algorithm.spares_input else x.copy()
-    elif is_root:
-        target = x if out is None else _receiver("reduce", x, out)
-        staged = _staged("reduce", target)
-    else:
-        host = np.asarray(on_host(x))
-        is_usable = host.flags.c_contiguous and host.flags.aligned
-        staged = host if plan.algorithm.spares_input and is_usable else host.copy(order="C")
-    if plan.takes_quotients:
-        plan.run(world, _flat(staged), root)
-    else:
-        plan.algorithm.run(world, plan.call, _flat(staged), plan.reduction, root)
-    if is_root and staged is not target:
+    world = ranks_of(world)
+    root = checked_root("reduce", root, world)
+    plan, staged, target = _rooted("reduce", x, op, root, world, algorithm, out)
+    if world.size > 1:
+        plan.run(world, flat(staged), root)
+    if world.rank == root and staged is not target:
         bring_back(staged, target)
     return target
 
 
-def _ranks(world: World | None) -> World:
-    if world is None:
-        return init()
-    if not isinstance(world, World):
-        raise UnsupportedError("collective", where="world", expected="a World, see hpcdp.init()", got=repr(world))
-    return world
+def ireduce(
+    x: ArrayT,
+    op: str | Monoid = "sum",
+    root: int = 0,
+    world: World | None = None,
+    algorithm: str = "auto",
+    out: ArrayT | None = None,
+) -> Operation[ArrayT]:
+    """Start a `reduce`, whose arguments and errors it has; as `iallreduce`."""
+    world = ranks_of(world)
+    root = checked_root("ireduce", root, world)
+    plan, staged, target = _rooted("ireduce", x, op, root, world, algorithm, out)
+
+    def steps() -> StepsTo[ArrayT]:
+        if world.size > 1:
+            yield from plan.machine(world, flat(staged), root)
+        if world.rank == root and staged is not target:
+            bring_back(staged, target)
+        return target
+
+    return started("ireduce", steps(), staged, world)
+
+
+def _rooted(
+    operation: str, x: ArrayT, op: str | Monoid, root: int, world: World, algorithm: str, out: ArrayT | None
+) -> tuple[_Plan, np.ndarray, ArrayT]:
+    """Return the plan of a reduce, its working memory with the values of ``x``, and the array that gets the result."""
+    plan = _planned(operation, x, op, algorithm, world, root)
+    if out is None:
+        refuse_change(x, "x", operation)  # on all ranks, although only the root changes it
+    is_root = world.rank == root
+    if type(x) is np.ndarray and x.flags.carray and (out is None or not is_root):
+        return plan, x if is_root or plan.algorithm.spares_input else x.copy(), x
+    if is_root:
+        target = x if out is None else receiver(operation, x, out)
+        return plan, staged_of(operation, target), target
+    host = np.asarray(on_host(x))
+    is_usable = host.flags.c_contiguous and host.flags.aligned
+    return plan, host if plan.algorithm.spares_input and is_usable else host.copy(order="C"), x
 
 
 @dataclass(slots=True)
@@ -349,17 +411,25 @@ class _Plan:
             self.algorithm.run(world, self.call, part, shard, self.reduction)
         sums.finish(shards, result)
 
-    def machine(self, world: World, x: np.ndarray) -> Steps:
-        """Return a machine that reduces ``x``, shape ``(count,)``, in place."""
+    def machine(self, world: World, x: np.ndarray, *root: int, result: np.ndarray | None = None) -> Steps:
+        """Return `run` as a machine."""
         if not self.takes_quotients:
-            return self.algorithm.machine(world, self.call, x, self.reduction)
+            into = () if result is None else (result,)
+            return self.algorithm.machine(world, self.call, x, *into, self.reduction, *root)
         sums = Quotients(x, world.size)
-        machines = [self.algorithm.machine(world, self.call, part, self.reduction) for part in sums.parts]
+        shards = [] if result is None else [np.empty(result.size, part.dtype) for part in sums.parts]
+        machines = [
+            self.algorithm.machine(world, self.call, part, *shards[number : number + 1], self.reduction, *root)
+            for number, part in enumerate(sums.parts)
+        ]
 
         def steps() -> Steps:
             for machine in machines:
                 yield from machine
-            sums.finish(sums.parts, x)
+            if result is not None:
+                sums.finish(shards, result)
+            elif root in ((), (world.rank,)):
+                sums.finish(sums.parts, x)
 
         return steps()
 
@@ -367,7 +437,7 @@ class _Plan:
 def _planned(operation: str, x: Array, op: str | Monoid, algorithm: str, world: World, root: int = 0) -> _Plan:
     """Return the cached plan of a call; only the first calls of a world communicate for it."""
     if type(x) is not np.ndarray:
-        _refuse_mask(operation, "x", x)
+        refuse_mask(operation, "x", x)
     by_monoid = type(op) is not str and isinstance(op, Monoid)
     try:
         key = (operation, x.shape, x.dtype, op.name if by_monoid else op, by_monoid, algorithm, root)  # type: ignore[union-attr]
@@ -410,7 +480,8 @@ def _validated(operation: str, x: Array, op: str | Monoid, algorithm: str, world
     reduction = resolve(operation, "sum" if moved or takes_quotients else op, summed)
     collective = operation.removeprefix("i")
     nbytes = 1 << x.nbytes.bit_length() >> 1  # one choice per power of two
-    chosen = find(collective, algorithm, nbytes, summed, None if moved else reduction, world)
+    blocks = not operation.startswith("i")
+    chosen = find(collective, algorithm, nbytes, summed, None if moved else reduction, world, blocks)
     return _Plan(chosen, reduction, _call(operation, x, op, chosen.name, root), takes_quotients)
 
 
@@ -420,72 +491,3 @@ def _call(operation: str, x: Array, op: str | Monoid, algorithm: str, root: int)
     dtype = getattr(x.dtype, "name", x.dtype)
     of = f"{operation} of {tuple(x.shape)} {dtype}"
     return Call(operation, of, f"op {name!r}", f"algorithm {algorithm!r}", f"root {root}")
-
-
-def _checked_root(operation: str, root: int, world: World) -> int:
-    if type(root) is int and 0 <= root < world.size:
-        return root
-    try:
-        rank = -1 if isinstance(root, bool) else operator.index(root)
-    except TypeError:
-        rank = -1
-    if not 0 <= rank < world.size:
-        raise UnsupportedError(operation, where="root", expected=f"a rank, 0 to {world.size - 1}", got=repr(root))
-    return rank
-
-
-def _check_like(operation: str, out: Array, shape: tuple[int, ...], x: Array) -> None:
-    _check_array(operation, "out", out)
-    if tuple(out.shape) != shape or out.dtype != x.dtype:
-        got = f"{tuple(out.shape)} {out.dtype}"
-        raise UnsupportedError(operation, where="out", expected=f"{shape} {x.dtype} as x", got=got)
-    _check_writeable(operation, "out", out)
-
-
-def _check_array(operation: str, where: str, x: Array) -> None:
-    if not hasattr(x, "dtype"):
-        raise UnsupportedError(operation, where=where, expected="an array", got=type(x).__name__)
-    _refuse_mask(operation, where, x)
-
-
-def _refuse_mask(operation: str, where: str, x: Array) -> None:
-    if isinstance(x, np.ma.MaskedArray):
-        raise UnsupportedError(operation, where=where, expected="an array without a mask", got="a masked array")
-
-
-def _is_writeable(x: Array) -> bool:
-    return bool(getattr(getattr(x, "flags", None), "writeable", True))
-
-
-def _check_writeable(operation: str, where: str, x: Array) -> None:
-    if not _is_writeable(x):
-        got = "a number" if isinstance(x, np.generic) else "a read-only array"
-        raise UnsupportedError(operation, where=where, expected="a writeable array", got=got)
-    refuse_change(x, where, operation)
-
-
-def _receiver(operation: str, x: Array, out: Array) -> Array:
-    _check_like(operation, out, tuple(x.shape), x)
-    with on_device_of(out):
-        out[...] = to_device_of(x, out)
-    return out
-
-
-def _flat(x: np.ndarray) -> np.ndarray:
-    return x if x.ndim == 1 else x.reshape(-1)
-
-
-def _source(x: Array) -> np.ndarray:
-    """Return ``x`` as a contiguous, writeable host array, which MPI requires even for sending."""
-    host = on_host(x)
-    return host if host.flags.carray else np.array(host, order="C")
-
-
-def _staged(operation: str, target: Array, where: str = "x") -> np.ndarray:
-    """Return ``target`` itself if it is a contiguous, aligned and writeable host array, else a copy in one."""
-    if type(target) is np.ndarray and target.flags.carray:
-        refuse_change(target, where, operation)
-        return target
-    _check_array(operation, where, target)
-    _check_writeable(operation, where, target)
-    return to_host_memory(target)

@@ -20,6 +20,7 @@ from ..comm.consistency import Call, Calls, InMemory
 from ..comm.tasks import run_until_complete
 from ..core.arrays import words
 from ..errors import UnsupportedError
+from .blocks import Blocks
 
 CHUNK_NBYTES = 256 * 1024
 """Longer arrays are processed in chunks: one rank's share of half of the staging buffer stays in its L2 cache."""
@@ -54,6 +55,7 @@ class _Staging:
         self._sums = {dtype: sums.view(dtype) for dtype in self._exchange.DTYPES}
         self._others = memory.alloc(shape, np.uint8)
         self._share, self._parts = self._exchange.share, sums.reshape(2, -1)
+        self._move, self._rows = self._exchange.exchange, sums
         self._by_all_nbytes = min(BY_ALL_NBYTES // max(memory.size - 1, 1), CHUNK_NBYTES)
 
     def allreduce_now(self, flat: np.ndarray, op: str, call: Call) -> None:
@@ -76,6 +78,24 @@ class _Staging:
         parts, counters, state, kind = self._parts, self._counters, self._state, call.signature
         while (met := self._share(flat, first, last, parts, counters, n, state, kind)) != self._done:
             run_until_complete(self._not_yet(met, call))
+
+    def share(self, flat: np.ndarray, first: int, last: int, call: Call) -> Steps:
+        """Run `share_now` as a machine."""
+        yield from self._calls.turn(self._calls.begin(), patient=False)
+        try:
+            parts, counters, state, n = self._parts, self._counters, self._state, self._memory.size
+            while (met := self._share(flat, first, last, parts, counters, n, state, call.signature)) != self._done:
+                yield from self._not_yet(met, call)
+        finally:
+            self._calls.end()
+
+    def exchange(self, blocks: Blocks, call: Call) -> Steps:
+        """Move the blocks of all ranks, in the turn of the exchange that has gathered their sizes."""
+        firsts, ends = np.array(blocks.firsts, np.int64), np.array(blocks.ends, np.int64)
+        rows, counters, state, n = self._rows, self._counters, self._state, self._memory.size
+        sent, received, longest, kind = blocks.sent, blocks.received, blocks.longest, call.signature
+        while (met := self._move(sent, received, firsts, ends, longest, rows, counters, n, state, kind)) != self._done:
+            yield from self._not_yet(met, call)
 
     def allreduce(self, flat: np.ndarray, op: str, call: Call, patient: bool) -> Steps:
         """Reduce ``flat``, shape ``(count,)``, in place; a ``patient`` machine waits inside the kernels."""
@@ -179,6 +199,29 @@ def allgather(out: np.ndarray, world: World, call: Call) -> None:
     n, rank, nbytes = world.size, world.rank, out.itemsize
     first, last = out.size * rank // n * nbytes, out.size * (rank + 1) // n * nbytes
     _staging_of(world).share_now(_bytes_of(out), first, last, call)
+
+
+def broadcast_steps(x: np.ndarray, root: int, world: World, call: Call) -> Steps:
+    """Return `broadcast` as a machine."""
+    nbytes = x.nbytes if world.rank == root else 0
+    return _staging_of(world).share(_bytes_of(x), 0, nbytes, call)
+
+
+def allgather_steps(out: np.ndarray, world: World, call: Call) -> Steps:
+    """Return `allgather` as a machine."""
+    n, rank, nbytes = world.size, world.rank, out.itemsize
+    first, last = out.size * rank // n * nbytes, out.size * (rank + 1) // n * nbytes
+    return _staging_of(world).share(_bytes_of(out), first, last, call)
+
+
+def reduce_steps(x: np.ndarray, op: Reduction, root: int, world: World, call: Call) -> Steps:
+    """Return `reduce` as a machine."""
+    return allreduce_steps(x, op, world, call)
+
+
+def exchange(blocks: Blocks, world: World, call: Call) -> Steps:
+    """Move the blocks of all ranks, in the turn of the exchange that has gathered their sizes (`Calls.gather`)."""
+    return _staging_of(world).exchange(blocks, call)
 
 
 def _bytes_of(x: np.ndarray) -> np.ndarray:

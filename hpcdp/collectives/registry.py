@@ -163,19 +163,19 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
     "allgather": _by_name(
         _flat("reference", naive.allgather),
         Algorithm("native", None, mpi_native.allgather),
-        _shared(intra_node.allgather),
+        _shared(intra_node.allgather, intra_node.allgather_steps),
         _flat("ring", ring.allgather),
     ),
     "broadcast": _by_name(
         _flat("reference", naive.broadcast),
         Algorithm("native", None, mpi_native.broadcast),
-        _shared(intra_node.broadcast),
+        _shared(intra_node.broadcast, intra_node.broadcast_steps),
         _flat("tree", tree.broadcast),
     ),
     "reduce": _by_name(
         _flat("reference", naive.reduce),
         Algorithm("native", None, mpi_native.reduce, spares_input=True, any_monoid=False),
-        _shared(intra_node.reduce, any_monoid=False),
+        _shared(intra_node.reduce, intra_node.reduce_steps, any_monoid=False),
         _flat("tree", tree.reduce),
     ),
 }
@@ -486,18 +486,33 @@ def as_text(value: Any, indent: str = "") -> str:
 
 
 def find(
-    collective: str, algorithm: str, nbytes: int, dtype: np.dtype, op: Reduction | None, world: World
+    collective: str,
+    algorithm: str,
+    nbytes: int,
+    dtype: np.dtype,
+    op: Reduction | None,
+    world: World,
+    blocks: bool = True,
 ) -> Algorithm:
     """Return the algorithm of that name, or the one that `choose` names for ``"auto"``.
+
+    Args:
+        collective: a key of `ALGORITHMS`.
+        algorithm: a name in it, or ``"auto"``.
+        nbytes: the size of the array.
+        dtype: the dtype that is reduced or moved.
+        op: the reduction; None for data that is only moved.
+        world: the ranks.
+        blocks: False for a nonblocking call, which some algorithms do not support.
 
     Raises:
         UnsupportedError: no such algorithm, or it does not support the reduction; lists the valid ones.
     """
     known: Mapping[str, Algorithm] = ALGORITHMS[collective]
     if algorithm == "auto":
-        algorithm = choose(collective, nbytes, dtype, op, world)
-    if algorithm not in known:
-        valid = " or ".join(["auto", *known])
+        algorithm = choose(collective, nbytes, dtype, op, world, blocks)
+    if algorithm not in known or not (blocks or known[algorithm].steps):
+        valid = " or ".join(["auto", *(name for name in known if blocks or known[name].steps)])
         raise UnsupportedError(collective, where="algorithm", expected=valid, got=repr(algorithm))
     chosen = known[algorithm]
     if op is not None and not (op.named or chosen.any_monoid):
@@ -508,22 +523,28 @@ def find(
     return chosen
 
 
-def choose(collective: str, nbytes: int, dtype: np.dtype, op: Reduction | None, world: World) -> str:
+def choose(
+    collective: str, nbytes: int, dtype: np.dtype, op: Reduction | None, world: World, blocks: bool = True
+) -> str:
     """Return the algorithm for ``algorithm="auto"``: by measurements of such a world, else by the cost model.
 
     Every rank must call the first time; all get the same name.
     """
-    able = _able(collective, dtype, op, world)
+    able = _able(collective, dtype, op, world, blocks)
     measured = choice(world, collective, nbytes)
     if measured in able:
         return measured
     return cost_model.model_choice(collective, nbytes, dtype.itemsize, topology(world), able, machine(world))
 
 
-def _able(collective: str, dtype: np.dtype, op: Reduction | None, world: World) -> list[str]:
+def _able(collective: str, dtype: np.dtype, op: Reduction | None, world: World, blocks: bool) -> list[str]:
     """Return the algorithms that support the call, without the reference."""
     by_monoid = op is not None and not op.named
-    names = [known.name for known in ALGORITHMS[collective].values() if known.any_monoid or not by_monoid]
+    names = [
+        known.name
+        for known in ALGORITHMS[collective].values()
+        if (known.any_monoid or not by_monoid) and (blocks or known.steps)
+    ]
     names.remove("reference")
     can = intra_node.can_share(world) if op is None else intra_node.can_reduce(dtype, op, world)
     if "shared" in names and not can:

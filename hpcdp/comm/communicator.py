@@ -256,12 +256,15 @@ class Communicator(Messages, Protocol):
     """
 
     signatures: int
-    """The number of different signatures that its tags can carry."""
+    """The number of different signatures that the tags of operations can carry. The next one is that of messages
+    between two ranks, see `collectives.point_to_point`.
+    """
     lost: set[int]
     """Ranks that the library has reported dead; always empty if the library ends the job instead."""
     users: set[int]
-    """Signatures of users that share the communicator, each with concurrent operations; empty with one user. A message
-    of another user is not taken for one of an operation that its sender called differently.
+    """Signatures of users that share the communicator, each with concurrent operations; at first only `signatures`, for
+    messages between two ranks. A message of another user is not taken for one of an operation that its sender called
+    differently.
     """
 
     def barrier(self) -> None:

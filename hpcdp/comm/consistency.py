@@ -28,7 +28,18 @@ import numpy as np
 
 from .. import errors, kernels
 from ..errors import HpcdpError, MismatchError, listed
-from .communicator import OPERATION_BITS, Communicator, PolledRequest, Reduction, Steps, exchange_of, make_tag, split
+from .communicator import (
+    OPERATION_BITS,
+    Communicator,
+    PolledRequest,
+    Reduction,
+    Steps,
+    StepsTo,
+    exchange_of,
+    make_tag,
+    resolve,
+    split,
+)
 from .shared_memory import NodeMemory
 
 if TYPE_CHECKING:
@@ -311,6 +322,8 @@ _FOLD, _RESULT = 0, 1
 """The lanes of messages from ranks beyond a power of two to their partner, and back."""
 _TEXT_NBYTES = 1 << 10
 _MOST_SIDES = 64
+_LEAST_COUNTS = 16
+_SUM = resolve("counts", "sum", np.dtype(np.int64))
 _BY_MESSAGES_FIRST = 16
 """Calls of a node's ranks that are compared by messages first: a program with few calls needs no compiled kernels."""
 _ALIKE = "call it with the same arguments, and in the same order, on all ranks"
@@ -363,6 +376,9 @@ class InMemory:
         self.state = self.exchange.state_of(memory.rank, memory.patience)
         self.arrival = _Arrival(memory, self.counters, self.state)
         self._texts = memory.alloc((memory.size, _TEXT_NBYTES), np.uint8)
+        # A rank that writes to a half again has waited for all ranks in the exchange between.
+        self._board = memory.alloc((2, memory.size, max(memory.size, _LEAST_COUNTS)), np.int64)
+        self._half = 0
         self._meet, self._done = self.exchange.meet, self.exchange.DONE
         self._different = self.exchange.DIFFERENT
         self._patient = True
@@ -381,16 +397,38 @@ class InMemory:
 
     def steps(self, call: Call) -> Steps:
         """Return `agree` as resumable steps. Steps that follow it in an algorithm run in the order of the calls."""
-        ticket = self.begin()
-        return self._steps(call, ticket)
+        return self._steps(call, self.begin())
 
     def _steps(self, call: Call, ticket: int) -> Steps:
         yield from self.turn(ticket, patient=False)
         try:
-            while (met := self._meet(self.counters, self.memory.size, self.state, call.signature)) != self._done:
-                if met == self._different:
-                    yield from self.difference(call)
-                yield [self.arrival]
+            yield from self._arrive(call)
+        finally:
+            self.end()
+
+    def _arrive(self, call: Call) -> Steps:
+        while (met := self._meet(self.counters, self.memory.size, self.state, call.signature)) != self._done:
+            if met == self._different:
+                yield from self.difference(call)
+            yield [self.arrival]
+
+    def gather(self, call: Call, counts: np.ndarray, then: Callable[[np.ndarray], StepsTo[T]]) -> StepsTo[T]:
+        """Return resumable steps that gather counts and continue in one exchange; see `Calls.gather`."""
+        return self._gathered(call, counts, then, self.begin())
+
+    def _gathered(
+        self, call: Call, counts: np.ndarray, then: Callable[[np.ndarray], StepsTo[T]], ticket: int
+    ) -> StepsTo[T]:
+        yield from self.turn(ticket, patient=False)
+        try:
+            most, pieces = self._board.shape[2], []
+            for first in range(0, max(counts.size, 1), most):
+                piece, board = counts[first : first + most], self._board[self._half]
+                board[self.memory.rank, : piece.size] = piece
+                yield from self._arrive(call)
+                pieces.append(board[:, : piece.size].copy())
+                self._half = 1 - self._half  # not reached after mismatched calls
+            return (yield from then(np.concatenate(pieces, axis=1)))
         finally:
             self.end()
 
@@ -618,7 +656,7 @@ class Calls:
         self.number = 0
         """The number of the latest call, equal on all ranks, also after calls that differed. Code that compares a call
         without `agree` or `steps` must increment it."""
-        self._alone = world.size == 1
+        self._rank, self._size, self._alone = world.rank, world.size, world.size == 1
         self._node = world.node_memory if world.node_memory.size == world.size else None
         self._by_messages = 0
 
@@ -654,6 +692,31 @@ class Calls:
         """Return `agree` as resumable steps. Steps that follow it in an algorithm run in the order of the calls."""
         self.number += 1
         return (self.messages if self.memory is None else self.memory).steps(call)
+
+    def gather(self, call: Call, counts: np.ndarray, then: Callable[[np.ndarray], StepsTo[T]]) -> StepsTo[T]:
+        """Return resumable steps that compare ``call`` as `steps` does, gather every rank's ``counts``, and continue.
+
+        Args:
+            call: the call.
+            counts: shape ``(k,)``, int64; k is equal on all ranks that make the same call.
+            then: returns the steps that follow, given shape ``(n, k)``, the counts by rank. If calls are compared in
+                memory, they may use its counters too.
+
+        Returns:
+            Steps that return the result of those that follow.
+        """
+        self.number += 1
+        if self.memory is not None:
+            return self.memory.gather(call, counts, then)
+        gathered = np.zeros((self._size, counts.size), np.int64)
+        gathered[self._rank] = counts
+        exchange = self.messages.steps(call, gathered.reshape(-1), _SUM)
+
+        def steps() -> StepsTo[T]:
+            yield from exchange
+            return (yield from then(gathered))
+
+        return steps()
 
 
 _NAMELESS = "as in a step of fit or a report"

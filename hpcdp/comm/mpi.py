@@ -356,10 +356,12 @@ class MpiCommunicator:
         self._lease = _Lease(comm, self)
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
-        self.users: set[int] = set()
         self.lost: set[int] = set()
+        self._subsets: dict[tuple[int, ...], MpiCommunicator] = {}
         # The attribute of the world: libraries need not set it on other communicators, and Open MPI does not.
-        self.signatures = (int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767) + 1) >> LANE_BITS + OPERATION_BITS
+        tags = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767) + 1
+        self.signatures = (tags >> LANE_BITS + OPERATION_BITS) - 1 or 1
+        self.users = {self.signatures}
 
     def barrier(self) -> None:
         """See `Communicator.barrier`."""
@@ -518,6 +520,19 @@ class MpiCommunicator:
             return None
         return self._made(made)
 
+    def subset(self, ranks: tuple[int, ...]) -> MpiCommunicator:
+        """Return the communicator of ``ranks``, in this order; they call, and no others.
+
+        It is made once for these ranks and kept, because freeing it takes all of its ranks, and other ranks of this
+        communicator do not know of it.
+        """
+        subset = self._subsets.get(ranks)
+        if subset is None:
+            group = self.mpi.Get_group().Incl(ranks)
+            subset = self._subsets[ranks] = MpiCommunicator(self.mpi.Create_group(group), self)
+        vars(subset).pop("allgather_json", None)  # that of an earlier world of these ranks
+        return subset
+
     def split_by_machine(self) -> MpiCommunicator:
         """Return the ranks of this machine, in their order here; every rank must call."""
         self.release()
@@ -599,6 +614,8 @@ class MpiCommunicator:
     def give_up(self, refused: Any) -> None:
         """Replace MPI by ``refused`` in a child made by fork, also in derived communicators."""
         self.mpi = refused
+        for subset in self._subsets.values():
+            subset.give_up(refused)
         for lease in self._lease.made:
             derived = None if lease.holder is None else lease.holder()
             if isinstance(derived, MpiCommunicator):

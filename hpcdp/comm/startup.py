@@ -32,13 +32,14 @@ import socket
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..core.checks import one_of
+from ..core.checks import described, one_of
 from ..core.environment import (
     THREAD_VARIABLES,
     enter_replica,
@@ -324,7 +325,7 @@ _world: World | None = None
 _init_lock = threading.Lock()
 
 
-def init(ranks_per_node: int | None = None) -> World:
+def init(ranks_per_node: int | None = None, comm: Any = None) -> World:
     """Return the world of this process; the first call starts MPI, later calls return the same world.
 
     Every rank must call. From then on a rank that fails alone prints its traceback and aborts the job. BLAS that is
@@ -338,18 +339,21 @@ def init(ranks_per_node: int | None = None) -> World:
     Args:
         ranks_per_node: split every machine into virtual nodes of this many ranks, to try several nodes on one machine;
             default ``HPCDP_RANKS_PER_NODE``, else real nodes. Rank 0's value counts.
+        comm: a communicator of mpi4py whose ranks become the world, for programs that own theirs; default all ranks of
+            the job. It is duplicated, never used or freed. All of its ranks call, and no others. A failing rank still
+            aborts the job.
 
     Raises:
         LaunchError: MPI cannot be loaded, the job fell apart into worlds of one, or a server precedes a worker.
-        ConfigError: ``ranks_per_node`` is not positive, or differs from that of an earlier call.
+        ConfigError: ``ranks_per_node`` is not positive, or an argument differs from that of an earlier call.
     """
     global _world
     with _init_lock:
         if _world is None:
             size = _virtual_node_size(ranks_per_node)
-            _world = world_here()
+            _world = world_here() if comm is None else None
             if _world is None:
-                _world = _start(size, serves=False)
+                _world = _start(size, serves=False) if comm is None else _start_on(_intracomm("init", comm), size)
                 _end_before_mpi(_world)
                 note(_world)
             enter_replica(_world.rank)
@@ -357,7 +361,41 @@ def init(ranks_per_node: int | None = None) -> World:
             raise ConfigError(
                 "init", where="ranks_per_node", expected="the value of the first call", got=ranks_per_node
             )
+        elif comm is not None:
+            raise ConfigError(
+                "init", where="comm", expected="no communicator after the first call", got=f"one of {comm.size} ranks",
+                remedy="use World.from_comm(comm) for another world",
+            )  # fmt: skip
         return _world
+
+
+def world_from(comm: Any) -> World:
+    """Return a world of the ranks of an mpi4py communicator; see `World.from_comm`."""
+    world = _world_of(_duplicate(_intracomm("from_comm", comm)), None, is_borrowed=True)
+    weak = weakref.ref(world)
+
+    def finish() -> None:
+        if (living := weak()) is not None and not living.is_closed:
+            living.finish()
+
+    atexit.register(finish)
+    weakref.finalize(world, atexit.unregister, finish).atexit = False
+    return world
+
+
+def _intracomm(operation: str, comm: Any) -> Any:
+    """Return ``comm`` if it is an intracommunicator of mpi4py, once MPI allows several worlds in a process."""
+    MPI = _load_mpi()
+    if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
+        expected = "an intracommunicator of mpi4py that this rank belongs to"
+        raise ConfigError(operation, where="comm", expected=expected, got=described(comm))
+    return comm
+
+
+def _duplicate(comm: Any) -> MpiCommunicator:
+    from .mpi import MpiCommunicator
+
+    return MpiCommunicator(comm.Dup())
 
 
 def is_of_process(world: World) -> bool:
@@ -475,6 +513,21 @@ def _start(ranks_per_node: int | None, *, serves: bool) -> World:
     return world
 
 
+def _start_on(comm: Any, ranks_per_node: int | None) -> World:
+    """Return the process's world of the ranks of ``comm``, which only these ranks make."""
+    from mpi4py import MPI
+
+    from .mpi import abort_when_one_fails
+
+    everyone = _duplicate(comm)
+    abort_at_end = abort_when_one_fails(MPI.COMM_WORLD, MPI.COMM_WORLD.size) if everyone.size > 1 else None
+    world = _world_of(everyone, ranks_per_node)
+    atexit.register(world.finish)
+    if abort_at_end is not None:
+        atexit.register(abort_at_end)
+    return world
+
+
 def _count_workers(everyone: MpiCommunicator, serves: bool) -> int:
     """Return `count_workers`, without a list of all processes unless it raises."""
     server, worker = everyone.rank if serves else everyone.size, -1 if serves else everyone.rank
@@ -527,9 +580,13 @@ def _world_of(
 
 
 def _part_of(
-    comm: MpiCommunicator, ranks_per_node: int | None, within: tuple[int, int], color: int, **fields: Any
+    comm: MpiCommunicator,
+    ranks_per_node: int | None,
+    within: tuple[int, int],
+    color: int | Sequence[int],
+    **fields: Any,
 ) -> World:
-    members = comm.split(color)
+    members = comm.split(color) if isinstance(color, int) else comm.subset(tuple(color))
     assert members is not None
     return _world_of(members, ranks_per_node, within, **fields)
 

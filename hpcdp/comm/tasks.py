@@ -15,16 +15,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
-
-import numpy as np
+from typing import Any, Generic, TypeVar
 
 from ..core.arrays import Array
 from ..errors import UnsupportedError
-from .communicator import LANE_BITS, OPERATION_BITS, Request, Steps, make_tag, split, wait_for
+from .communicator import LANE_BITS, OPERATION_BITS, Request, Steps, StepsTo, make_tag, split, wait_for
 from .consistency import Calls
-from .watchdog import Watchdog
-from .world import World
+from .watchdog import OWN, Watchdog
+from .world import World, weakly
 
 T = TypeVar("T")
 
@@ -38,9 +36,13 @@ _abandoned: list[object] = []
 """Requests abandoned after an error, into whose arrays MPI may still write."""
 
 
-def run_until_complete(steps: Steps) -> None:
-    """Run one algorithm to its end, blocking."""
-    for stage in steps:
+def run_until_complete(steps: StepsTo[T]) -> T:
+    """Run one algorithm to its end, blocking; return its result."""
+    while True:
+        try:
+            stage = next(steps)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
         try:
             for request in reversed(stage):  # receives are last: waiting for one detects a message of another call
                 request.wait()
@@ -49,20 +51,31 @@ def run_until_complete(steps: Steps) -> None:
             raise
 
 
-class Watched:
-    """A request that the watchdog observes for as long as its owner tests it in vain.
+class Operation(Generic[T]):
+    """A nonblocking operation in progress; made by `ProgressEngine.start`.
 
-    At most `PATIENCE_S` per test count as waiting time, because an owner that tests rarely does other work.
+    The watchdog observes it for as long as its owner tests it in vain. At most `PATIENCE_S` per test count as waiting
+    time, because an owner that tests rarely does other work.
     """
 
-    def __init__(self, test: Callable[[], bool], watchdog: Watchdog, x: np.ndarray) -> None:
-        self.call = "wait for an iallreduce", x
+    def __init__(
+        self, call: tuple[Any, ...], test: Callable[[], bool], has_ended: Callable[[], bool], watchdog: Watchdog
+    ) -> None:
+        self.call = call
+        self.has_ended = has_ended
+        """Returns whether it is complete, or raises its error, without advancing any operation."""
         self.waited_s = 0.0
+        self.value: T
+        """The result, once it is complete."""
         self._test, self._watchdog = test, watchdog
         self._asked: float | None = None
 
     def test(self) -> bool:
-        """Return whether it is complete."""
+        """Return whether it is complete; never block.
+
+        Raises:
+            HpcdpError: the operation has failed.
+        """
         watchdog, now = self._watchdog, time.monotonic()
         if self._asked is not None:
             self.waited_s += min(now - self._asked, PATIENCE_S)
@@ -83,9 +96,14 @@ class Watched:
         if self._watchdog.asked is self:
             self._watchdog.asked = None
 
-    def wait(self) -> None:
-        """Block until it is complete."""
+    def wait(self) -> T:
+        """Block until it is complete, and return its result.
+
+        Raises:
+            HpcdpError: the operation has failed.
+        """
         wait_for(self.test)
+        return self.value
 
 
 class RunningTask:
@@ -159,6 +177,9 @@ def together(machines: Sequence[Steps]) -> Steps:
         yield [TaskGroup(machines)]
 
 
+_LANE = "progress"
+"""The name of the engine's lane on which a world's nonblocking operations progress."""
+
 LANES = 16
 """Segments in flight at once: while one is added up, others keep the link busy."""
 
@@ -209,6 +230,8 @@ class ProgressEngine:
         self._turn = threading.RLock()
         """Held by the thread that advances `_active`: worlds may be used by different threads."""
         self._round = 0
+        self._world = weakref.ref(world)
+        self._has_lane = self._is_polled = False
         self._all: list[weakref.ref[ProgressEngine]] = world.common.setdefault(ProgressEngine, [])
         self._all[:] = [reference for reference in self._all if reference() is not None]
         self._all.append(weakref.ref(self))
@@ -231,10 +254,17 @@ class ProgressEngine:
             self.finish()  # the tags start again, so earlier operations must have ended
         return make_tag(signature % self._signatures, number)
 
-    def start(self, steps: Steps, x: np.ndarray) -> Request:
-        """Start an algorithm that reduces ``x``; it progresses whenever any request of the world is tested.
+    def start(self, name: str, steps: StepsTo[T], x: object, is_of_all: bool = True) -> Operation[T]:
+        """Start an algorithm. It progresses on the world's progress lane, and whenever any request of it is tested.
 
-        An error ends this algorithm alone and is raised by its request; at once if no algorithm is possible.
+        Without MPI's THREAD_MULTIPLE it progresses during tests only. An error ends this algorithm alone and is raised
+        by its request; at once if no algorithm is possible.
+
+        Args:
+            name: the operation's name in reports.
+            steps: the algorithm; its first steps run at once.
+            x: the array that reports describe.
+            is_of_all: False for an operation that not all ranks start.
         """
         ended = False
         failure: BaseException | None = None
@@ -242,7 +272,7 @@ class ProgressEngine:
         def to_its_end() -> Steps:
             nonlocal ended, failure
             try:
-                yield from steps
+                operation.value = yield from steps
             except Exception as error:
                 failure = error
             except BaseException as error:  # Ctrl-C ends the wait with the operation incomplete
@@ -250,26 +280,60 @@ class ProgressEngine:
                 raise
             finally:
                 ended = True
-                watched.settled()  # another request's test may have ended it
+                operation.settled()  # another request's test may have ended it
 
-        def test() -> bool:
-            if not ended:
-                self._go_on()
+        def has_ended() -> bool:
             if failure is not None:
                 raise failure
             return ended
 
-        watched = Watched(test, self.watchdog, x)
+        def test() -> bool:
+            if not ended:
+                self._go_on()
+            return has_ended()
+
+        call = (f"wait for {name}", x) if is_of_all else (name, x, list, OWN)
+        operation: Operation[T] = Operation(call, test, has_ended, self.watchdog)
         with self._turn:
             self._active.add(to_its_end())
+            if not ended and not self._is_polled:
+                self._poll_on_lane()
         if isinstance(failure, UnsupportedError):
             raise failure
-        return watched
+        return operation
+
+    def run(self, name: str, steps: StepsTo[T], x: object) -> T:
+        """Run an algorithm to its end, while operations that are in progress go on; return its result."""
+        if self._active.running:
+            return self.start(name, steps, x).wait()
+        with self.watchdog.watching(name, x):
+            return run_until_complete(steps)
 
     def finish(self) -> None:
         """Block until no operation is in progress; needed before a blocking call, during which none would progress."""
         if self._active.running:
             wait_for(self._go_on)
+
+    def _poll_on_lane(self) -> None:
+        """Wake the progress lane; the caller holds `_turn`."""
+        world = self._world()
+        if world is None or not world.concurrent:
+            return
+        if not self._has_lane:
+            world.engine.add_lane(_LANE, idle=weakly(self._poll))
+            self._has_lane = True
+        self._is_polled = True
+        world.engine.push(world.use_gpu_of_messages, lane=_LANE, name=_LANE)
+
+    def _poll(self) -> bool:
+        """Advance the operations of this world, on the lane; return whether some are in progress."""
+        if not self._turn.acquire(blocking=False):
+            return True
+        try:
+            self._is_polled = not self._active.test()
+            return self._is_polled
+        finally:
+            self._turn.release()
 
     def _go_on(self) -> bool:
         """Advance every algorithm, also of other worlds; return whether all of this world's have ended."""

@@ -69,7 +69,13 @@ class _Group:
         self.mail: dict[tuple[int, int], dict[int, deque[np.ndarray]]] = defaultdict(dict)
         """Messages not received yet, by source and destination, then by tag."""
         self.meetings: dict[int, dict[int, Any]] = defaultdict(dict)
-        self.users: set[int] = set()
+        self.users = {ThreadCommunicator.signatures}
+        self._subsets: dict[tuple[int, ...], _Group] = {}
+
+    def subset(self, ranks: tuple[int, ...]) -> _Group:
+        """Return the group of some of the ranks, the same one for each of them."""
+        with self.job.lock:
+            return self._subsets.setdefault(ranks, _Group(self.job, len(ranks)))
 
 
 class _Sent:
@@ -152,6 +158,7 @@ class ThreadCommunicator:
         self.users = group.users
         self.lost: set[int] = set()
         self._group = group
+        self._subsets: dict[tuple[int, ...], ThreadCommunicator] = {}
         self._meetings = 0
 
     def meet(self, value: T) -> list[T]:
@@ -254,6 +261,13 @@ class ThreadCommunicator:
         group = self.meet(_Group(self._group.job, self.size) if self.rank == 0 else None)[0]
         assert group is not None
         return ThreadCommunicator(group, self.rank)
+
+    def subset(self, ranks: tuple[int, ...]) -> ThreadCommunicator:
+        """Return the communicator of ``ranks``, in this order; they call, and no others."""
+        subset = self._subsets.get(ranks)
+        if subset is None:
+            subset = self._subsets[ranks] = ThreadCommunicator(self._group.subset(ranks), ranks.index(self.rank))
+        return subset
 
     def allgather_json(self, value: Any) -> list[Any]:
         """See `Communicator.allgather_json`."""
@@ -394,8 +408,12 @@ def _worlds(
     return worlds
 
 
-def _part_of(job: _Job, comm: ThreadCommunicator, node: int, place: int, color: int, **fields: Any) -> World:
-    """Return this rank's world of those that pass the same color; the first of these ranks makes all."""
+def _part_of(
+    job: _Job, comm: ThreadCommunicator, node: int, place: int, color: int | Sequence[int], **fields: Any
+) -> World:
+    """Return this rank's world of those that pass the same color or ranks; the first of these ranks makes all."""
+    if not isinstance(color, int):
+        comm, color = comm.subset(tuple(color)), 0
     everyone = comm.meet((color, node, place, fields))
     members = {rank: others[1:] for rank, others in enumerate(everyone) if others[0] == color}
     sizes = [*Counter(node for node, *_ in members.values()).values()]

@@ -12,7 +12,7 @@ import ctypes
 import importlib.util
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
@@ -22,9 +22,10 @@ from weakref import WeakMethod
 
 import numpy as np
 
-from ..core.checks import instance, whole_number
+from ..core.checks import instance, whole_number, whole_numbers
 from ..core.devices import Device, cpu, cuda_release, gpu
 from ..engine import Engine
+from ..engine.engine import Trace
 from ..errors import ConfigError, DeviceError, UnsupportedError
 from .communicator import Communicator, tell_servers
 from .consistency import Call, Calls, Refused, refuse
@@ -231,6 +232,8 @@ class World:
     """See `parts`."""
     parent: World | None = field(default=None, repr=False, compare=False)
     """The world that this one was split from."""
+    is_borrowed: bool = False
+    """True for a world of `from_comm`."""
     model_comm: Communicator | None = None
     """The ranks that together hold one copy of a model, of which this one has a part; None if it has all of it. Values
     summed over a model, such as the norm of its gradients, are summed over these ranks as well.
@@ -269,6 +272,19 @@ class World:
         """
         return self.keep("device", lambda: device_of(self.place))
 
+    @property
+    def engine(self) -> Engine:
+        """The engine whose lanes run the world's background work: nonblocking operations and overlapped reductions."""
+
+        def make() -> Engine:
+            engine = Engine(lanes=(), max_inflight=1 << 20)
+            trace = self.kept.get(Trace)
+            if trace is not None:
+                engine.observer = trace.slice
+            return engine
+
+        return self.keep(Engine, make)
+
     def split(self, color: int, model_comm: Communicator | None = None, part_comm: Communicator | None = None) -> World:
         """Return the ranks that pass the same ``color``, in their order here, as a world; every rank must call.
 
@@ -295,16 +311,87 @@ class World:
         self._parts.append(weakref.ref(part))
         return part
 
+    def subset(self, ranks: Iterable[int]) -> World:
+        """Return some of the ranks as a world; these ranks must call, with the same argument, and no others.
+
+        Other ranks go on undisturbed. It ends as a world of `split` does.
+
+        Args:
+            ranks: ranks of this world, each once, in any order; they are numbered anew in their order here.
+
+        Raises:
+            ConfigError: some ranks are servers, a rank is not valid or repeated, or this rank is not among them.
+        """
+        if self.divide is None:
+            raise ConfigError("subset", expected="a world of workers", got="a world with servers")
+        members = sorted(whole_number("subset", "ranks", rank, 0, self.size - 1) for rank in ranks)
+        if len(set(members)) != len(members) or self.rank not in members:
+            raise ConfigError(
+                "subset", where="ranks", expected=f"different ranks, with this rank {self.rank}", got=members,
+                remedy="call it on the ranks of the subset only",
+            )  # fmt: skip
+        with Watchdog.of(self).watching("subset"):
+            self.settle()
+            part = self.divide(members, part_comm=self.part_comm, common=self.common, parent=self)
+        self._parts[:] = [reference for reference in self._parts if reference() is not None]
+        self._parts.append(weakref.ref(part))
+        return part
+
+    @property
+    def node_world(self) -> World:
+        """This node's ranks as a world, numbered by `local_rank`; every rank must use it first at the same time."""
+        return self.keep("node world", lambda: self.split(self.node))
+
+    @property
+    def rail_world(self) -> World:
+        """The ranks with this `local_rank` on all nodes as a world; every rank must use it first at the same time."""
+        return self.keep("rail world", lambda: self.split(self.local_rank))
+
+    def mesh(self, rows: int, cols: int) -> Mesh:
+        """Arrange the ranks in a grid, row by row: rank r is in row ``r // cols`` and column ``r % cols``.
+
+        Every rank must call. For example, ``mesh(world.num_nodes, world.local_size)`` has a node in each row if all
+        nodes have as many ranks, and they are numbered node by node.
+
+        Raises:
+            ConfigError: ``rows * cols`` is not the number of ranks; the same on every rank that passes the same.
+        """
+        whole_numbers("mesh", 1, rows=rows, cols=cols)
+        if rows * cols != self.size:
+            raise ConfigError(
+                "mesh", expected=f"rows * cols = {self.size}, the number of ranks", got=f"{rows} * {cols}"
+            )
+        row, col = divmod(self.rank, cols)
+        return Mesh(rows, cols, row, col, self.split(row), self.split(col))
+
+    @staticmethod
+    def from_comm(comm: Any) -> World:
+        """Return the ranks of an mpi4py communicator as a world, for programs that own their communicator.
+
+        All of its ranks must call, and no others. The communicator is duplicated, never used or freed. The world ends
+        when no rank holds it any more, or with `close`.
+
+        Args:
+            comm: an intracommunicator of mpi4py, of processes that have started MPI.
+
+        Raises:
+            ConfigError: it is no such communicator.
+        """
+        from .startup import world_from
+
+        return world_from(comm)
+
     @property
     def parts(self) -> list[World]:
         """Worlds that `split` made on this rank and that are still referenced."""
         return [part for part in (reference() for reference in self._parts) if part is not None]
 
     def close(self) -> None:
-        """Release a world that `split` made, without waiting for other ranks, which may continue to use it.
+        """Release a world that `split`, `subset` or `from_comm` made.
 
-        Its memory, threads and communicators are freed as if it were unreferenced; communicators when all of its ranks
-        have released it. Later calls with the world, or with objects made for it, raise `ConfigError`.
+        It does not wait for other ranks, which may continue to use it. Its memory, threads and communicators are freed
+        as if it were unreferenced; communicators when all of its ranks have released it. Later calls with the world, or
+        with objects made for it, raise `ConfigError`.
 
         Raises:
             ConfigError: it is the world of `hpcdp.init`, which ends with the program.
@@ -328,9 +415,9 @@ class World:
             self._drop()  # operations in progress may never end
 
     def _require_part(self, operation: str) -> None:
-        if self.parent is None:
+        if self.parent is None and not self.is_borrowed:
             raise ConfigError(
-                operation, expected="a world that split() has made", got="that of hpcdp.init()",
+                operation, expected="a world that split() or from_comm() has made", got="that of hpcdp.init()",
                 remedy="drop the call: that world ends with the program",
             )  # fmt: skip
 
@@ -346,8 +433,8 @@ class World:
             watchdog.end(has_closed=True)
         self.end()
         self.endings.clear()
-        assert self.parent is not None
-        self.parent._parts[:] = [reference for reference in self.parent._parts if reference() not in (None, self)]
+        if self.parent is not None:
+            self.parent._parts[:] = [reference for reference in self.parent._parts if reference() not in (None, self)]
         refuse(
             self, ConfigError, None, expected="an open world", got=f"the one of {self.size} ranks after close()",
             remedy="make another one: world.split(color)",
@@ -454,6 +541,24 @@ class World:
         if key not in self.kept:
             self.kept[key] = make()
         return self.kept[key]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Ranks in a grid; made by `World.mesh`."""
+
+    rows: int
+    """The number of rows."""
+    cols: int
+    """The number of columns."""
+    row: int
+    """The row of this rank."""
+    col: int
+    """The column of this rank."""
+    row_world: World
+    """The ranks of this row, numbered by column."""
+    col_world: World
+    """The ranks of this column, numbered by row."""
 
 
 def require_world(operation: str, given: object) -> None:

@@ -343,3 +343,47 @@ def share(x, first, last, staging, counters, n, state, kind):  # type: ignore[no
         if state[POSITION] >= x.size:
             state[POSITION] = 0
             return DONE
+
+
+@kernel()
+def exchange(sent, received, firsts, ends, longest, staging, counters, n, state, kind):  # type: ignore[no-untyped-def]
+    """Move a block of bytes from every rank to every other: each stages its data, waits for all and copies its blocks.
+
+    Args:
+        sent: shape ``(nbytes,)``, uint8, contiguous; this rank's data, with the blocks for all ranks.
+        received: shape ``(ends[n],)``, uint8, contiguous; gets the blocks for this rank in the order of the senders,
+            but not its own.
+        firsts: shape ``(n,)``, int64; the position in each rank's data at which its block for this rank begins.
+        ends: shape ``(n + 1,)``, int64; the limits of the blocks in ``received``.
+        longest: the largest ``sent.size`` of any rank.
+        staging: shape ``(2, n, chunk)``, uint8, shared.
+        counters: as for `meet`.
+        n: as for `meet`.
+        state: as for `meet`.
+        kind: as for `meet`.
+
+    Returns:
+        `NOT_YET`, `DONE` or `DIFFERENT`.
+    """
+    chunk, me = staging.shape[2], state[ME]
+    while True:
+        start = state[POSITION]
+        half = staging[state[HALF]]
+        if state[PHASE] == 0:
+            mine = sent[start : start + chunk]
+            _copy(half[me, : mine.size], mine)
+            _arrive(counters, state, kind)
+        met = _all_arrived(counters, n, state, kind)
+        if met != DONE:
+            return met
+        for distance in range(1, n):
+            rank = (me + distance) % n  # ranks read from different neighbours at a time
+            first = firsts[rank]
+            lo, hi = max(first, start), min(first + ends[rank + 1] - ends[rank], start + chunk)
+            if lo < hi:
+                begin = ends[rank] + lo - first
+                _copy(received[begin : begin + hi - lo], half[rank, lo - start : hi - start])
+        _finish_chunk(state, start + chunk)
+        if state[POSITION] >= longest:
+            state[POSITION] = 0
+            return DONE

@@ -167,6 +167,31 @@ def test_nccl_columns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert average == pytest.approx(np.mean(measured), abs=0.006)
 
 
+NARROW = [
+    ("allreduce", "--style", "nccl", "--predict"),
+    ("broadcast", "--style", "nccl"),
+    ("allreduce", "-f", "-c", "--predict"),
+    ("iallreduce", "-f", "-c", "--predict"),
+    ("multi_pair", "-f", "-c", "--predict"),
+]
+
+
+@pytest.mark.parametrize("arguments", NARROW, ids=" ".join)
+def test_a_table_fits_a_terminal(arguments: tuple[str, ...], monkeypatch, capsys) -> None:
+    given = (*arguments, "-m", "4K:64K", "--factor", "16")
+    assert bench(2, *given) == [0, 0]
+    in_a_file = capsys.readouterr().out
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("TTY_INTERACTIVE", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    assert bench(2, *given) == [0, 0]
+    on_a_terminal = capsys.readouterr().out
+    assert max(map(len, in_a_file.splitlines())) > 80 >= max(map(len, on_a_terminal.splitlines()))
+    numbers = [len(re.sub("^#.*", "", text, flags=re.M).split()) for text in (in_a_file, on_a_terminal)]
+    constants = 4 if "nccl" in arguments else 0  # count, type, redop, root of each size are in the heading
+    assert numbers[0] == numbers[1] + 2 * constants
+
+
 @pytest.mark.parametrize("name", BLOCKING)
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_every_algorithm_is_right(name: str, ranks: int, capsys: pytest.CaptureFixture[str]) -> None:

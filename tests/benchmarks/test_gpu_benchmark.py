@@ -78,7 +78,7 @@ def test_every_kernel_is_right_and_rated(
     monkeypatch.setattr(gpu_alone, "_TURNS", 1)
     monkeypatch.setattr(gpu_kernels, "_CHANNELS", 2)
     monkeypatch.setattr(gpu_kernels, "_CLASSES", 100)
-    job = {"name": "shared, 2 ranks", "case": "shared", "ranks": 2, "share": 0.6, "told": "60 GB/s", "wrong": 0}
+    job = {"name": "shared, 2 ranks", "case": "shared", "ranks": 2, "share": 0.6, "summary": "60 GB/s", "wrong": 0}
     monkeypatch.setattr(gpu_jobs, "run_all", lambda jobs, size, ends: iter([job]))
     monkeypatch.setattr(gpu_alone.comm, "init", lambda: thread_comm.run(1, lambda world: world)[0])
 
@@ -180,8 +180,15 @@ def test_a_line_of_a_model_has_pytorch_beside_it_where_that_is_measured() -> Non
 
 
 def a_report() -> dict[str, object]:
-    seconds = {"behind": 0.010, "beside": 0.012}
-    training = {"name": "training, 2 ranks", "case": "training", "ranks": 2, "share": None, "told": "10 ms", "wrong": 0}
+    seconds = {"after": 0.010, "during": 0.012}
+    training = {
+        "name": "training, 2 ranks",
+        "case": "training",
+        "ranks": 2,
+        "share": None,
+        "summary": "10 ms",
+        "wrong": 0,
+    }
     processor = {"model": "A processor", "cores": 16, "caches": {}, "system": "Linux"}
     model = {"name": "lenet", "dtype": "float32", "batch": 256, "samples_s": 5000.0, "graphs_samples_s": 6000.0}
     kernel = {"name": "SGD", "us": 10.0, "gb_s": 4000.0, "copy_gb_s": 4200.0, "wrong": 0}

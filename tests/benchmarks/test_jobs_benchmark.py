@@ -69,7 +69,7 @@ def test_what_has_failed_says_why() -> None:
     program = [sys.executable, "-c", "import sys; print('figures'); print('hpcdp: no', file=sys.stderr); sys.exit(3)"]
     with raises(LaunchError, operation="stores", where="dist_sync", expected=0, got=3):
         programs.finished("stores", "dist_sync", program, 60)
-    assert programs.reason(programs.run_job([sys.executable, "-c", "raise SystemExit(1)"], 60)) == "it said nothing"
+    assert programs.reason(programs.run_job([sys.executable, "-c", "raise SystemExit(1)"], 60)) == "no output"
     silent = [sys.executable, "-c", "raise SystemExit(1)"]
     assert programs.reason(programs.run_job(silent, 60), "a result was wrong") == "a result was wrong"
     assert programs.finished("x", "y", [sys.executable, "-c", "import os; print(os.environ['A'])"], 60, A="b") == "b\n"

@@ -151,7 +151,7 @@ def test_a_wrong_result_counts_for_no_target(monkeypatch: pytest.MonkeyPatch, tm
     def wrong_sums(command: list[str]) -> subprocess.CompletedProcess[str]:
         results = _results({4: 41.0, 1 << 20: 11.0, 64 << 20: 10.0})
         Path(command[command.index("--json") + 1]).write_text(json.dumps(results["updates"][0]))
-        return subprocess.CompletedProcess(command, 1, "1M 10.0 40.0  WRONG: Trainer\n# a line there and back\n", "")
+        return subprocess.CompletedProcess(command, 1, "1M 10.0 40.0  WRONG: Trainer\n# round trip\n", "")
 
     monkeypatch.setattr(bench_suite, "_run", wrong_sums)
     assert bench_suite.main(["--brief", "--only", "updates", "--into", str(tmp_path)]) == 1

@@ -68,7 +68,7 @@ def check_unaligned(world, count):
             np.testing.assert_allclose(x, wanted, **near)
     x = unaligned(me)
     np.testing.assert_allclose(reduce_scatter(x, world=world, out=x[own]), wanted[own], **near)
-    np.testing.assert_array_equal(allgather(unaligned(me), world)[n - 1], data(n - 1, count))
+    np.testing.assert_array_equal(allgather(unaligned(me), world)[-count:], data(n - 1, count))
     np.testing.assert_array_equal(broadcast(unaligned(me), n - 1, world), data(n - 1, count))
     found = reduce(unaligned(me), "sum", n - 1, world)
     np.testing.assert_allclose(found, wanted if world.rank == n - 1 else me, **near)
@@ -116,7 +116,7 @@ def test_every_collective_takes_arrays_that_are_not_contiguous():
             reduce_scatter(x, world=world), part(wanted.reshape(-1), world.rank, n), rtol=1e-5, atol=1e-5
         )
         np.testing.assert_array_equal(x, mine.T)
-        np.testing.assert_array_equal(allgather(x, world)[2], data(2, 48).reshape(6, 8).T)
+        np.testing.assert_array_equal(allgather(x, world)[-8:], data(2, 48).reshape(6, 8).T)
         out = np.zeros((24, 6), "f4").T  # 6 x 24
         allgather(x, world, out=out)
         np.testing.assert_array_equal(out.reshape(3, 8, 6)[2], data(2, 48).reshape(6, 8).T)
@@ -288,7 +288,7 @@ def test_what_is_only_moved_may_be_of_more_dtypes(dtype):
     def rank(world):
         mine = np.array([world.rank, 1, 0], dtype)
         broadcast(x := mine.copy(), np.int64(1), world)
-        return x.tolist(), allgather(mine, world).tolist()
+        return x.tolist(), allgather(mine[None], world).tolist()
 
     rows = [np.array([number, 1, 0], dtype).tolist() for number in range(3)]
     assert thread_comm.run(3, rank) == [(rows[1], rows)] * 3
@@ -336,7 +336,7 @@ def test_a_read_only_input_that_is_only_read_will_do(collective):
     x = np.arange(3.0)
     x.flags.writeable = False
     results = thread_comm.run(2, lambda world: COLLECTIVES[collective](x, world=world))
-    assert results[1].tolist() == ([2.0, 4.0] if collective == "reduce_scatter" else [[0.0, 1.0, 2.0]] * 2)
+    assert results[1].tolist() == ([2.0, 4.0] if collective == "reduce_scatter" else [0.0, 1.0, 2.0] * 2)
 
 
 def test_a_monoid_that_changes_the_shape_is_told():
@@ -446,13 +446,7 @@ def test_every_call_is_told_from_every_other_one(n, warm, nodes):
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_a_first_call_is_told_from_what_ranks_compare_otherwise(collective, nodes):
     def rank(world):
-        with raises(
-            MismatchError,
-            operation="exchange",
-            where="item 1 of 1 on rank 0",
-            expected=["require_same", "Trainer", "rank 0"],
-            got=["float64", "rank 2"],
-        ):
+        with raises(MismatchError, expected=["require_same", "Trainer", "rank 0"], got=["float64", "rank 2"]):
             if world.rank == 2:
                 COLLECTIVES[collective](np.zeros(3), world=world)
             else:

@@ -25,7 +25,7 @@ def test_arrays_on_gpus_go_through_pinned_memory(gpus_on_host, monkeypatch, shap
         iallreduce(late, world=world).wait()
         reduce(root, root=1, world=world)
         broadcast(moved, 2, world)
-        gathered, part = allgather(cupy.asarray(own), world), reduce_scatter(cupy.asarray(own), world=world)
+        gathered, part = allgather(cupy.asarray(own[None]), world), reduce_scatter(cupy.asarray(own), world=world)
         return [each.to_host() for each in (x, late, root, moved, gathered, part)]
 
     for number, (x, late, root, moved, gathered, part) in enumerate(thread_comm.run(3, rank)):

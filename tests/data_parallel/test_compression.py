@@ -157,7 +157,7 @@ def test_what_was_not_sent_is_part_of_the_states(tmp_path, n, per_node, codec):
 
 
 def total_residual(trainer):
-    coder = trainer.reducer.coder
+    coder = trainer.reducer.reduction.coder
     return 0.0 if coder is None else sum(each.residual.sum(dtype="f8") for each in coder.feedback)
 
 

@@ -34,8 +34,7 @@ from hpcdp.compression import Compression
 from hpcdp.core.arrays import dtype_of, is_host, to_host
 from hpcdp.core.devices import Streams, gpu
 from hpcdp.data_parallel import Reducer, buckets, gpu_reduction, sharded_update
-from hpcdp.data_parallel.reductions import node_nbytes
-from hpcdp.data_parallel.trainer_state import gather_residuals, give_residuals
+from hpcdp.data_parallel.trainer_state import gather_residuals, regrouped, take_residuals
 from hpcdp.errors import DeviceError, MismatchError, UnsupportedError
 from hpcdp.kernels.cuda import gradients
 from hpcdp.train.trainer import Trainer
@@ -337,9 +336,9 @@ def test_codes_of_gpus_are_those_of_the_host(gpus_on_host, run, monkeypatch):
             reducer.tally(0)
             reducer.reduce_everywhere()
             steps.append([np.array(to_host(param.grad)) for param in params])
-            steps.append([gather_residuals(reducer, each.number) for each in reducer.buckets])
+            steps.append([gather_residuals(reducer, each) for each in reducer.buckets])
             reducer.reset()
-        return steps, node_nbytes(reducer.coder, world)
+        return steps, reducer.node_nbytes()[:2]
 
     def made(world, on_gpu, overlap):
         params = [Parameter(f"p{i}", shape) for i, shape in enumerate(SHAPES)]
@@ -389,7 +388,7 @@ def test_codes_on_one_node_change_nothing_and_that_is_told(gpus_on_host, monkeyp
             param.write(gradient(world.rank, 0, param.data.shape))
         reducer.tally(0)
         reducer.reduce_everywhere()
-        assert reducer.reduction.way is GpuTransport.NCCL and reducer.coder is None
+        assert reducer.reduction.way is GpuTransport.NCCL and reducer.reduction.coder is None
         for param in params:
             np.testing.assert_array_equal(to_host(param.grad), wanted(2, 0, param.data.shape))
 
@@ -404,9 +403,9 @@ def test_what_codes_have_not_sent_is_given_back_to_gpus(gpus_on_host, monkeypatc
     def rank(world):
         reducer, params = make(world, False, compression="fp16")
         saved = {p.name: np.random.default_rng(7).random((world.num_nodes, *p.data.shape), "f4") for p in params}
-        give_residuals(reducer, saved)
+        take_residuals(reducer, regrouped(reducer, saved))
         for slot in reducer.layout.slots:
-            kept = gather_residuals(reducer, slot.bucket)[:, slot.offset : slot.offset + slot.count]
+            kept = gather_residuals(reducer, reducer.buckets[slot.bucket])[:, slot.offset : slot.offset + slot.count]
             if world.rank == 0:
                 np.testing.assert_array_equal(kept.reshape(saved[slot.name].shape), saved[slot.name])
 

@@ -342,7 +342,7 @@ def test_gradients_of_16_bits_are_compressed_and_what_was_not_sent_is_in_saved_s
             write(params, step, world.rank)
             trainer.step(1)
         trainer.save_states(tmp_path / "states")
-        kept = [each.residual for each in trainer.reducer.coder.feedback]
+        kept = [each.residual for each in trainer.reducer.reduction.coder.feedback]
         assert {each.dtype.name for each in kept} == {half, "float32"} and all(each.any() for each in kept)
         return values(params, world)
 

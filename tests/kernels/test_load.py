@@ -252,10 +252,7 @@ double, out = kernels.load("planted_two").double, np.zeros(3, sys.argv[2])
 double(np.arange(3, dtype=out.dtype), out)
 print(json.dumps([out.tolist(), sum(double.stats.cache_misses.values())]))
 """
-COMPILING = (
-    "hpcdp: compiling kernels that are new on this machine, as they are needed; "
-    "set HPCDP_CACHE_DIR to keep them elsewhere"
-)
+COMPILING = "hpcdp: compiling kernels that are new on this machine, for up to two minutes"
 
 
 def ask(folder, planted, limit_s, dtype="f4", rank=0):
@@ -290,7 +287,7 @@ def held(compiled_dir):
     """Another process, for all that the file system knows, compiles the same kernels, and never ends."""
     with open(compiled_dir / "compile.lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield f"hpcdp: another process is compiling kernels ({compiled_dir}); waiting"
+        yield "hpcdp: waiting for another rank or job, which is compiling kernels"
 
 
 def test_a_lock_that_is_held_delays_only_what_is_not_compiled(tmp_path, planted, held):

@@ -19,7 +19,7 @@ from hpcdp.core import devices
 from hpcdp.core.devices import Device, Streams, gpu
 from hpcdp.data_parallel import gpu_reduction
 from hpcdp.errors import MismatchError, UnsupportedError
-from hpcdp.kvstore import arguments, gpu_keys
+from hpcdp.kvstore import arguments, device_sync
 from hpcdp.train.trainer import Trainer
 
 SHAPES = {"a": (7, 3), "b": (5,), "c": (40, 30), "d": ()}
@@ -157,7 +157,7 @@ def test_keys_have_the_same_bits_by_messages_from_and_to_gpus(gpus_on_host, way,
 )
 def test_dtypes_of_many_keys(gpus_on_host, monkeypatch, dtype):
     use(monkeypatch, 8)
-    monkeypatch.setattr(gpu_keys, "MOST_KEYS", 3)
+    monkeypatch.setattr(device_sync, "MOST_KEYS", 3)
     found = thread_comm.run(2, lambda world: program(world, "dist_device_sync", on_gpu, "sum", dtype))
     wanted = thread_comm.run(2, lambda world: program(world, "dist_sync", np.array, "sum", dtype))
     for mine, theirs in zip(found[0], wanted[0], strict=True):

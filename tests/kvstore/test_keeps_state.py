@@ -10,7 +10,7 @@ from hpcdp import kvstore, optim
 from hpcdp.checkpoint import Manager
 from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError
-from hpcdp.kvstore.handlers import serve
+from hpcdp.kvstore.serve import serve
 
 SHAPES = {3: (33, 7), 11: (), 12: (5,), 40: (1, 3)}
 DTYPES = {3: "f4", 11: "f8", 12: "f2", 40: "i4"}

@@ -13,7 +13,8 @@ from hpcdp import kvstore, optim
 from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError
 from hpcdp.kvstore import handlers
-from hpcdp.kvstore.handlers import Replay, serve
+from hpcdp.kvstore.asynchronous import Replay
+from hpcdp.kvstore.serve import serve
 
 WORLDS = [
     *((False, *each) for each in ((2, None, 0), (3, None, 0), (2, 1, 1))),  # there is nothing to cut keys over

@@ -11,7 +11,7 @@ from small_stores import LAYOUTS, WORLDS, full, on_one_worker
 from hpcdp import kvstore, nn, optim
 from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, MismatchError
-from hpcdp.kvstore.handlers import serve
+from hpcdp.kvstore.serve import serve
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), WORLDS)

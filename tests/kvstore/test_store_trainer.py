@@ -29,7 +29,7 @@ from hpcdp.data_parallel.bucket_trainer import BucketTrainer
 from hpcdp.data_parallel.policy import Policy
 from hpcdp.errors import MismatchError, StaleGradientError
 from hpcdp.kvstore.arguments import PullHandle
-from hpcdp.kvstore.handlers import serve
+from hpcdp.kvstore.serve import serve
 from hpcdp.kvstore.trainer import StoreTrainer
 
 SYNC = ("dist_sync", "dist_device_sync")

@@ -13,9 +13,9 @@ from hpcdp.comm import thread_comm
 from hpcdp.comm.communicator import ENDED
 from hpcdp.errors import HpcdpError, MismatchError
 from hpcdp.kvstore import server
-from hpcdp.kvstore.handlers import Requests, serve
-from hpcdp.kvstore.protocol import AWAY, BACK, DTYPES, HEADER_NBYTES, Message, MessageKind, decode, following_nbytes
-from hpcdp.kvstore.server import REQUESTS
+from hpcdp.kvstore.handlers import AWAY, BACK, Requests
+from hpcdp.kvstore.serve import serve
+from hpcdp.kvstore.server import DTYPES, HEADER_NBYTES, REQUESTS, Message, MessageKind, decode, following_nbytes
 
 MESSAGES = 100_000 if os.environ.get("HPCDP_TEST_THOROUGH") else 20_000
 

@@ -30,8 +30,8 @@ from ...comm.consistency import on_every_rank, on_rank_0
 from ...comm.world import device_of
 from ...compression import pays_below
 from ...core.devices import MEMORY_LIMIT, Device, cpu
+from ...core.environment import explained
 from ...data_parallel.bucket_trainer import BucketTrainer
-from ...data_parallel.reductions import node_nbytes
 from ...data_parallel.trainer import BaseTrainer
 from ...errors import ConfigError, SaveError, Terminated, listed
 from ...kvstore.trainer import StoreTrainer
@@ -47,7 +47,7 @@ from ..metrics import Record, peak_memory_mb
 from ..preemption import StopRequests
 from ..progress import slowest_rank
 from ..trainer import Trainer
-from .config import SEQUENCE_MODELS, TrainConfig, explained, uncollected
+from .config import SEQUENCE_MODELS, TrainConfig, uncollected
 from .run_dir import CHECKPOINTS, RunFolder, drop_empty_run_dir, is_finished, make_run_folder, open_run_folder
 
 _FOR_POOLS = 0.9
@@ -246,7 +246,7 @@ def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]
                 stack.enter_context(folder)
                 callbacks += [ShowProgress(config.verbose), KeepMetrics(folder)]
                 if config.resume is not None:
-                    print(f"going on in {config.run_dir}", flush=True)
+                    print(f"resuming {config.run_dir}", flush=True)
             start.close()
             stack.enter_context(np.errstate(all="ignore"))  # the losses show that a run diverges
             records = fit(
@@ -291,7 +291,7 @@ def _closing_lines(result: dict[str, Any], checkpoints: Checkpoints, folder: Run
     if stopped is not None:
         return (
             f"stopped early after step {stopped.position.total} ({stopped.reason}): a checkpoint is in "
-            f"{run_dir}/{CHECKPOINTS}\ngo on with     hpcdp train --resume {shlex.quote(str(run_dir))}"
+            f"{run_dir}/{CHECKPOINTS}\nresume with    hpcdp train --resume {shlex.quote(str(run_dir))}"
         )
     if not result["records"]:  # the newest checkpoint is damaged, and the one before has enough epochs
         return _at_its_end(run_dir)
@@ -299,7 +299,7 @@ def _closing_lines(result: dict[str, Any], checkpoints: Checkpoints, folder: Run
 
 
 def _at_its_end(run_dir: str | None) -> str:
-    return f"{run_dir}: this run is at its end, there is nothing to go on with"
+    return f"{run_dir}: this run is complete, there is nothing to resume"
 
 
 @contextlib.contextmanager
@@ -435,12 +435,10 @@ def saved_by_compression(trainer: BaseTrainer) -> str | None:
     """Describe the bytes that compression saves between nodes; None without compression. Every rank must call."""
     if trainer.compression is None or not isinstance(trainer, BucketTrainer):
         return None
-    coder, world = trainer.reducer.coder, trainer.world
-    sent, plain = node_nbytes(coder, world)
-    num_coders = max(world.comm.allgather_json(0 if coder is None else coder.comm.size))  # some ranks may own no shard
+    sent, plain, num_ranks = trainer.reducer.node_nbytes()
     if not plain:
         return None
-    rate = 8e-9 * pays_below(trainer.compression.codec, num_coders)
+    rate = 8e-9 * pays_below(trainer.compression.codec, num_ranks)
     name = trainer.compression.codec.name
     return f"{name}, {sent / 1e6:.2f} of {plain / 1e6:.2f} MB a step and node; pays below {rate:.0f} Gbit/s"
 

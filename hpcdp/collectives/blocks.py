@@ -1,0 +1,269 @@
+"""Movement of blocks: every rank has a block of bytes for every rank, of any size.
+
+Alltoall, gather, scatter, and the allgather of parts of different sizes are forms of it. All algorithms here get the
+sizes of their blocks from `Calls.gather`, so that every receiver knows how many bytes come; empty blocks are not sent.
+Inside a node, `intra_node.exchange` moves the same blocks in shared memory.
+
+Sent per rank, for n ranks: ``direct`` and ``pairwise`` at most n - 1 messages, each block once. ``ring`` n - 1 messages
+and ``bruck_allgather`` log2 n, rounded up, both all parts but one. ``bruck`` log2 n messages, rounded up, of about half
+of the blocks each. ``by_node`` at most two messages to each rank of the node and one to each other node with as many
+ranks, each block at most twice.
+
+Sources: Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing systems", 1997,
+section 3; Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005,
+sections 3.1 and 3.2.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..comm import Communicator, Request, World
+from ..comm.communicator import Steps
+from ..core.arrays import Array
+from . import ring, tree
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of one rank in an exchange of all ranks; arrays are contiguous bytes, dtype uint8."""
+
+    sent: np.ndarray
+    """Shape ``(nbytes,)``: this rank's data."""
+    limits: Sequence[tuple[int, int]]
+    """The limits in `sent` of the block for each rank; blocks for several ranks may be the same."""
+    received: np.ndarray
+    """Shape ``(ends[n],)``: gets the blocks for this rank in the order of the senders."""
+    ends: Sequence[int]
+    """The ``n + 1`` limits of the blocks in `received`."""
+    firsts: Sequence[int]
+    """The position in each rank's data at which its block for this rank begins."""
+    longest: int
+    """The size of the longest `sent` of any rank, equal on all ranks."""
+    sizes: np.ndarray | None = None
+    """Shape ``(n, n)``: the bytes that each rank sends to each, in an alltoall."""
+
+    def to(self, rank: int) -> np.ndarray:
+        """Return the block for ``rank``."""
+        first, last = self.limits[rank]
+        return self.sent[first:last]
+
+    def of(self, rank: int) -> np.ndarray:
+        """Return the place of the block from ``rank``."""
+        return self.received[self.ends[rank] : self.ends[rank + 1]]
+
+    def keep_own(self, rank: int) -> None:
+        """Copy this rank's block for itself, unless it is in its place already."""
+        own, place = self.to(rank), self.of(rank)
+        if own.size and own.ctypes.data != place.ctypes.data:
+            place[...] = own
+
+
+def offsets(sizes: Sequence[int]) -> list[int]:
+    """Return the limits of consecutive blocks of ``sizes``, beginning with 0."""
+    return [0, *itertools.accumulate(sizes)]
+
+
+def alltoall_blocks(sent: np.ndarray, received: np.ndarray, sizes: np.ndarray, rank: int) -> Blocks:
+    """Return the blocks of an alltoall.
+
+    Args:
+        sent: shape ``(nbytes,)``, uint8: the blocks for all ranks, in their order.
+        received: shape ``(nbytes,)``, uint8: gets the blocks of all ranks.
+        sizes: shape ``(n, n)``: the bytes that each rank sends to each.
+        rank: this rank.
+    """
+    own, befores = offsets(sizes[rank].tolist()), np.cumsum(sizes, axis=1) - sizes
+    ends = offsets(sizes[:, rank].tolist())
+    longest = int(sizes.sum(axis=1).max())
+    return Blocks(sent, list(itertools.pairwise(own)), received, ends, befores[:, rank].tolist(), longest, sizes)
+
+
+def allgather_blocks(parts: np.ndarray, ends: Sequence[int], rank: int) -> Blocks:
+    """Return the blocks of an allgather.
+
+    Args:
+        parts: shape ``(ends[n],)``, uint8: the parts of all ranks, of which this rank has written its own.
+        ends: the ``n + 1`` limits of the parts.
+        rank: this rank.
+    """
+    n = len(ends) - 1
+    own = parts[ends[rank] : ends[rank + 1]]
+    longest = max(last - first for first, last in itertools.pairwise(ends))
+    return Blocks(own, [(0, own.size)] * n, parts, ends, [0] * n, longest)
+
+
+def gather_blocks(part: np.ndarray, received: np.ndarray, sizes: Sequence[int], rank: int, root: int) -> Blocks:
+    """Return the blocks of a gather: ``root`` receives all in ``received``; ``sizes`` are those of the ranks' parts."""
+    n = len(sizes)
+    limits = [(0, part.size if other == root else 0) for other in range(n)]
+    ends = offsets(sizes) if rank == root else [0] * (n + 1)
+    return Blocks(part, limits, received, ends, [0] * n, max(sizes))
+
+
+def scatter_blocks(sent: np.ndarray, received: np.ndarray, sizes: Sequence[int], rank: int, root: int) -> Blocks:
+    """Return the blocks of a scatter: ``root`` sends ``sizes[r]`` bytes of ``sent`` to rank r, in ``received``."""
+    n, limits = len(sizes), offsets(sizes)
+    own = sent if rank == root else np.empty(0, np.uint8)
+    mine = list(itertools.pairwise(limits)) if rank == root else [(0, 0)] * n
+    ends = [0] * (root + 1) + [sizes[rank]] * (n - root)
+    firsts = [limits[rank] if other == root else 0 for other in range(n)]
+    return Blocks(own, mine, received, ends, firsts, limits[-1])
+
+
+def direct(blocks: Blocks, world: World, tag: int) -> Steps:
+    """Move all blocks at once, each as a message; the specification of the other algorithms."""
+    comm = world.comm
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+    yield [comm.irecv(blocks.of(rank), rank, tag) for rank in others if blocks.of(rank).size] + [
+        comm.isend(blocks.to(rank), rank, tag) for rank in others if blocks.to(rank).size
+    ]
+
+
+def pairwise(blocks: Blocks, world: World, tag: int) -> Steps:
+    """Move the blocks in n - 1 stages, in each of which a rank sends to one rank and receives from one."""
+    n, me = world.size, world.rank
+    for distance in range(1, n):
+        yield _both(world.comm, blocks.to((me + distance) % n), distance, blocks.of((me - distance) % n), tag)
+
+
+def _both(comm: Communicator, sent: np.ndarray, distance: int, received: np.ndarray, tag: int) -> list[Request]:
+    """Return the requests of a message to the rank at ``distance`` and of one from the rank at minus it, if any."""
+    n, me = comm.size, comm.rank
+    requests: list[Request] = []
+    if received.size:
+        requests.append(comm.irecv(received, (me - distance) % n, tag))
+    if sent.size:
+        requests.append(comm.isend(sent, (me + distance) % n, tag))
+    return requests
+
+
+def ring_allgather(blocks: Blocks, world: World, tag: int) -> Steps:
+    """Move the parts of an allgather once around a ring."""
+    parts: list[Array] = [blocks.of(rank) for rank in range(world.size)]
+    yield from ring.gather_shards(parts, ring.Ring.through(world.comm), tag)
+
+
+def bruck_allgather(blocks: Blocks, world: World, tag: int) -> Steps:
+    """Move the parts of an allgather in log2 n stages, in each of which a rank passes on up to all that it has."""
+    n, me = world.size, world.rank
+    distance = 1
+    while distance < n:
+        count = min(distance, n - distance)
+        own = [(me + i) % n for i in range(count)]
+        others = [(me + distance + i) % n for i in range(count)]
+        received = np.empty(sum(blocks.of(rank).size for rank in others), np.uint8)
+        sent = np.concatenate([blocks.of(rank) for rank in own])
+        yield _both(world.comm, sent, -distance, received, tag)
+        _distribute(received, [blocks.of(rank) for rank in others])
+        distance *= 2
+
+
+def _distribute(joined: np.ndarray, places: Sequence[np.ndarray]) -> None:
+    """Copy consecutive pieces of ``joined`` to ``places``."""
+    first = 0
+    for place in places:
+        place[...] = joined[first : first + place.size]
+        first += place.size
+
+
+def tree_broadcast(blocks: Blocks, world: World, tag: int) -> Steps:
+    """Move the parts of an allgather to which only one rank contributes, along a binomial tree."""
+    root = next(rank for rank in range(world.size) if blocks.of(rank).size)
+    yield from tree.broadcast(blocks.received, root, world.comm, tag)
+
+
+def bruck(blocks: Blocks, world: World, tag: int) -> Steps:
+    """Move blocks of one size in about log2 n stages: fewer and longer messages, for short blocks."""
+    n, me = world.size, world.rank
+    size = blocks.ends[1]
+    # Row i is on its way to the rank at distance i; each stage moves the rows with one bit of i set.
+    rows = np.roll(blocks.sent.reshape(n, size), -me, axis=0)
+    distance = 1
+    while distance < n:
+        moved = [i for i in range(n) if i & distance]
+        sent, received = rows[moved], np.empty((len(moved), size), np.uint8)
+        yield _both(world.comm, sent.reshape(-1), distance, received.reshape(-1), tag)
+        rows[moved] = received
+        distance *= 2
+    # Row i has come from the rank at distance i before this one.
+    blocks.received.reshape(n, size)[...] = np.roll(rows[::-1], me + 1, axis=0)
+
+
+def by_node(blocks: Blocks, world: World, tag: int) -> Steps:
+    """Move the blocks of an alltoall with one message from each node to each rank of another node.
+
+    A rank first collects, from the ranks of its node, their blocks for the ranks of other nodes whose number on their
+    node is its own, and then sends each of these ranks all blocks of the node in one message.
+    """
+    assert blocks.sizes is not None
+    comm, me, sizes = world.comm, world.rank, blocks.sizes
+    nodes = nodes_of(world)
+    here = next(node for node in nodes if me in node)
+    others = [node for node in nodes if node is not here]
+    carried = {carrier: _carried(others, number, len(here)) for number, carrier in enumerate(here)}
+    collected = {rank: np.empty(int(sizes[rank, carried[me]].sum()), np.uint8) for rank in here if rank != me}
+    collected[me] = _joined([blocks.to(target) for target in carried[me]])
+    yield [
+        *(comm.irecv(blocks.of(rank), rank, tag) for rank in here if rank != me and blocks.of(rank).size),
+        *(comm.isend(blocks.to(rank), rank, tag) for rank in here if rank != me and blocks.to(rank).size),
+        *(comm.irecv(part, rank, tag + 1) for rank, part in collected.items() if rank != me and part.size),
+        *(
+            comm.isend(part, carrier, tag + 1)
+            for carrier in here
+            if carrier != me and (part := _joined([blocks.to(target) for target in carried[carrier]])).size
+        ),
+    ]
+    pieces = {rank: _cut(part, sizes[rank, carried[me]]) for rank, part in collected.items()}
+    sent = [_joined([pieces[rank][i] for rank in here]) for i in range(len(carried[me]))]
+    number = here.index(me)
+    received = [np.empty(int(sizes[node, me].sum()), np.uint8) for node in others]
+    yield [
+        *(
+            comm.irecv(part, node[number % len(node)], tag)
+            for node, part in zip(others, received, strict=True)
+            if part.size
+        ),
+        *(comm.isend(part, target, tag) for target, part in zip(carried[me], sent, strict=True) if part.size),
+    ]
+    for node, part in zip(others, received, strict=True):
+        _distribute(part, [blocks.of(rank) for rank in node])
+
+
+def _carried(others: Sequence[Sequence[int]], number: int, ranks: int) -> list[int]:
+    """Return the ranks of other nodes to which rank ``number`` of a node of ``ranks`` ranks sends."""
+    return [rank for node in others for place, rank in enumerate(node) if place % ranks == number]
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.empty(0, np.uint8)
+
+
+def _cut(joined: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
+    return np.split(joined, np.cumsum(sizes)[:-1]) if sizes.size else []
+
+
+def nodes_of(world: World) -> list[list[int]]:
+    """Return the ranks of each node; every rank must call the first time."""
+
+    def gathered() -> list[list[int]]:
+        numbers = world.comm.allgather_json(world.node)
+        return [[rank for rank, other in enumerate(numbers) if other == node] for node in range(world.num_nodes)]
+
+    return world.keep(nodes_of, gathered)
+
+
+ALGORITHMS = {
+    "direct": direct,
+    "pairwise": pairwise,
+    "ring": ring_allgather,
+    "bruck_allgather": bruck_allgather,
+    "tree": tree_broadcast,
+    "bruck": bruck,
+    "by_node": by_node,
+}
+"""The algorithms of messages by name."""

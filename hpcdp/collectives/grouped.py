@@ -1,0 +1,252 @@
+"""Collectives of lists of arrays, each as one operation: all arrays of a dtype are packed and move together.
+
+The time of a short collective hardly depends on its length, so many short ones cost less as one. Ranks first compare
+the shapes and dtypes of all arrays.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..comm import Monoid, World
+from ..comm.communicator import PolledRequest, StepsTo, bounds
+from ..comm.consistency import Call
+from ..comm.tasks import Operation
+from ..core.arrays import Array, from_host
+from ..core.checks import described
+from ..errors import UnsupportedError
+from . import api, blocks, data_movement
+from .blocks import offsets
+from .data_movement import Exchange, Move
+from .staging import bring_back, bytes_of, check_writeable, movable, ranks_of
+
+
+def grouped_allreduce(
+    xs: Sequence[Array], op: str | Monoid = "sum", world: World | None = None, algorithm: str = "auto"
+) -> list[Array]:
+    """Reduce every array of a list elementwise over all ranks, in place; every rank must call.
+
+    Args:
+        xs: arrays as for `allreduce`, of any dtypes; the same number, shapes and dtypes on all ranks.
+        op: as for `allreduce`.
+        world: the ranks; default `hpcdp.init()`.
+        algorithm: as for `allreduce`.
+
+    Returns:
+        The arrays.
+
+    Raises:
+        UnsupportedError: ``xs`` is no list of arrays, or as `allreduce`.
+        MismatchError: ranks differ in an array, op or algorithm; the same error on every rank.
+    """
+    return igrouped_allreduce(xs, op, world, algorithm).wait()
+
+
+def igrouped_allreduce(
+    xs: Sequence[Array], op: str | Monoid = "sum", world: World | None = None, algorithm: str = "auto"
+) -> Operation[list[Array]]:
+    """Start a `grouped_allreduce`, whose arguments and errors it has; ``wait()`` returns its result."""
+    name, world = "grouped_allreduce", ranks_of(world)
+    group = _Group.of(name, xs)
+    for x in group.arrays:
+        check_writeable(name, "xs", x)
+    packed: list[Array] = [np.concatenate([group.hosts[i].reshape(-1) for i in members]) for members in group.by_dtype]
+    operations: list[Operation[Any]] = [_compared(name, group, world)]
+    operations += [api.iallreduce(part, op, world, algorithm) for part in packed]
+
+    def finish() -> list[Array]:
+        for members, part in zip(group.by_dtype, packed, strict=True):
+            ends = offsets([group.hosts[i].size for i in members])
+            for i, (first, last) in zip(members, itertools.pairwise(ends), strict=True):
+                bring_back(part[first:last].reshape(group.hosts[i].shape), group.arrays[i])
+        return group.arrays
+
+    return _when_complete(name, operations, finish, group, world)
+
+
+def grouped_reduce_scatter(
+    xs: Sequence[Array], op: str | Monoid = "sum", world: World | None = None, algorithm: str = "auto"
+) -> list[Array]:
+    """Reduce every array of a list over all ranks and leave every rank its shards; every rank must call.
+
+    Args:
+        xs: as for `grouped_allreduce`; unchanged.
+        op: as for `allreduce`.
+        world: the ranks; default `hpcdp.init()`.
+        algorithm: as for `reduce_scatter`.
+
+    Returns:
+        New arrays, this rank's shard of each, as `reduce_scatter` has them.
+
+    Raises:
+        HpcdpError: as `grouped_allreduce`.
+    """
+    return igrouped_reduce_scatter(xs, op, world, algorithm).wait()
+
+
+def igrouped_reduce_scatter(
+    xs: Sequence[Array], op: str | Monoid = "sum", world: World | None = None, algorithm: str = "auto"
+) -> Operation[list[Array]]:
+    """Start a `grouped_reduce_scatter`, whose arguments and errors it has; ``wait()`` returns its result."""
+    name, world = "grouped_reduce_scatter", ranks_of(world)
+    group, n = _Group.of(name, xs), world.size
+    limits = [bounds(host.size, n) for host in group.hosts]
+    operations: list[Operation[Any]] = [_compared(name, group, world)]
+    scattered = []
+    for members in group.by_dtype:
+        # A row for each rank: its shard of each array, all padded to the longest shard of that array.
+        starts = offsets([-(-group.hosts[i].size // n) for i in members])
+        rows = np.zeros((n, starts[-1]), group.hosts[members[0]].dtype)
+        for i, start in zip(members, starts, strict=False):
+            x = group.hosts[i].reshape(-1)
+            for row, (first, last) in zip(rows, itertools.pairwise(limits[i]), strict=True):
+                row[start : start + last - first] = x[first:last]
+        own = np.empty(starts[-1], rows.dtype)
+        operations.append(api.ireduce_scatter(rows.reshape(-1), op, world, algorithm, own))
+        scattered.append((members, starts, own))
+
+    def finish() -> list[Array]:
+        shards: list[Array] = list(group.arrays)
+        for members, starts, own in scattered:
+            for i, start in zip(members, starts, strict=False):
+                size = limits[i][world.rank + 1] - limits[i][world.rank]
+                shards[i] = from_host(own[start : start + size].copy(), group.arrays[i])
+        return shards
+
+    return _when_complete(name, operations, finish, group, world)
+
+
+def grouped_allgather(xs: Sequence[Array], world: World | None = None) -> list[Array]:
+    """Gather every rank's arrays on all ranks, each concatenated along axis 0; every rank must call.
+
+    Args:
+        xs: arrays as for `allgather`, of any dtypes; the same number on all ranks, which may differ in the length of
+            axis 0 of each.
+        world: the ranks; default `hpcdp.init()`.
+
+    Returns:
+        New arrays, as `allgather` has them.
+
+    Raises:
+        HpcdpError: as `grouped_allreduce`.
+    """
+    world = ranks_of(world)
+    return data_movement.run_exchange(_gathering("grouped_allgather", xs, world), world, xs)
+
+
+def igrouped_allgather(xs: Sequence[Array], world: World | None = None) -> Operation[list[Array]]:
+    """Start a `grouped_allgather`, whose arguments and errors it has; ``wait()`` returns its result."""
+    world = ranks_of(world)
+    return data_movement.start_exchange(_gathering("grouped_allgather", xs, world), world, xs)
+
+
+def _gathering(name: str, xs: Sequence[Array], world: World) -> Exchange:
+    group = _Group.of(name, xs)
+    hosts = [np.atleast_1d(host) for host in group.hosts]
+    rank, rows_nbytes = world.rank, [_row_nbytes(host) for host in hosts]
+
+    def then(counts: np.ndarray, move: Move) -> StepsTo[list[Array]]:
+        ends = offsets((counts @ np.array(rows_nbytes, np.int64)).tolist())
+        parts = np.empty(ends[-1], np.uint8)
+        parts[ends[rank] : ends[rank + 1]] = np.concatenate([bytes_of(host) for host in hosts])
+        yield from move("ring", blocks.allgather_blocks(parts, ends, rank))
+        outs, places = [], list(ends[:-1])
+        for i, host in enumerate(hosts):
+            pieces = []
+            for other, rows in enumerate(counts[:, i].tolist()):
+                last = places[other] + rows * rows_nbytes[i]
+                pieces.append(parts[places[other] : last])
+                places[other] = last
+            out = np.concatenate(pieces).view(host.dtype).reshape(counts[:, i].sum(), *host.shape[1:])
+            outs.append(from_host(out, group.arrays[i]))
+        return outs
+
+    facts = [f"({', '.join(['rows', *map(str, host.shape[1:])])}) {host.dtype.name}" for host in hosts]
+    return Exchange(Call(name, f"{name} of {len(hosts)} arrays", *facts), [len(host) for host in hosts], then)
+
+
+def grouped_broadcast(xs: Sequence[Array], root: int = 0, world: World | None = None) -> list[Array]:
+    """Overwrite every array of a list on all ranks with the values of rank ``root``; every rank must call.
+
+    Args:
+        xs: arrays as for `broadcast`, of any dtypes; the same number, shapes and dtypes on all ranks.
+        root: the rank whose arrays are sent.
+        world: the ranks; default `hpcdp.init()`.
+
+    Returns:
+        The arrays.
+
+    Raises:
+        HpcdpError: as `grouped_allreduce`.
+    """
+    return igrouped_broadcast(xs, root, world).wait()
+
+
+def igrouped_broadcast(xs: Sequence[Array], root: int = 0, world: World | None = None) -> Operation[list[Array]]:
+    """Start a `grouped_broadcast`, whose arguments and errors it has; ``wait()`` returns its result."""
+    name, world = "grouped_broadcast", ranks_of(world)
+    group = _Group.of(name, xs)
+    is_root = world.rank == root
+    for x in group.arrays if not is_root else ():
+        check_writeable(name, "xs", x)
+    packed: Array = np.concatenate([bytes_of(host) for host in group.hosts])
+    operations: list[Operation[Any]] = [_compared(name, group, world), api.ibroadcast(packed, root, world)]
+
+    def finish() -> list[Array]:
+        ends = offsets([host.nbytes for host in group.hosts])
+        for x, host, (first, last) in zip(group.arrays, group.hosts, itertools.pairwise(ends), strict=True):
+            if not is_root:
+                bring_back(packed[first:last].view(host.dtype).reshape(host.shape), x)
+        return group.arrays
+
+    return _when_complete(name, operations, finish, group, world)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The arrays of a call, and copies or views of them on the host."""
+
+    arrays: list[Array]
+    hosts: list[np.ndarray]
+    by_dtype: list[list[int]]
+    """The numbers of the arrays of each dtype."""
+
+    @classmethod
+    def of(cls, name: str, xs: Sequence[Array]) -> _Group:
+        if isinstance(xs, (np.ndarray, str, bytes)) or not isinstance(xs, Sequence) or not xs:
+            raise UnsupportedError(name, where="xs", expected="a list of arrays, at least one", got=described(xs))
+        hosts = [movable(name, x, f"xs[{i}]") for i, x in enumerate(xs)]
+        by_dtype: dict[np.dtype, list[int]] = {}
+        for i, host in enumerate(hosts):
+            by_dtype.setdefault(host.dtype, []).append(i)
+        return cls(list(xs), hosts, list(by_dtype.values()))
+
+
+def _compared(name: str, group: _Group, world: World) -> Operation[None]:
+    """Compare the shapes and dtypes of all arrays; packed arrays would agree if only their sum does."""
+
+    def then(counts: np.ndarray, move: Move) -> StepsTo[None]:
+        yield from ()
+
+    facts = [f"{host.shape} {host.dtype.name}" for host in group.hosts]
+    exchange = Exchange(Call(name, f"{name} of {len(facts)} arrays", *facts), [], then)
+    return data_movement.start_exchange(exchange, world, group.arrays)
+
+
+def _when_complete(
+    name: str, operations: Sequence[Operation[Any]], finish: Callable[[], list[Array]], group: _Group, world: World
+) -> Operation[list[Array]]:
+    def steps() -> StepsTo[list[Array]]:
+        yield [PolledRequest(operation.has_ended) for operation in operations]
+        return finish()
+
+    return data_movement.started(name, steps(), group.arrays, world)
+
+
+def _row_nbytes(x: np.ndarray) -> int:
+    return int(np.prod(x.shape[1:], dtype=np.int64)) * x.dtype.itemsize

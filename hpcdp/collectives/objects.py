@@ -1,0 +1,363 @@
+"""Collectives of Python objects, sent as JSON with arrays beside it, and never pickled.
+
+An object is encoded as one JSON document followed by the bytes of its arrays. JSON's own types (None, bool, int, float,
+str, list, dict with string keys) stand for themselves. Any other value is a list that begins with the name of its kind.
+A receiver makes only values of the kinds that are listed here. Dataclasses, named tuples and enumerations must be
+classes of a module that the receiver has imported itself: nothing is imported or executed because of a message.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import datetime
+import decimal
+import enum
+import fractions
+import json
+import pathlib
+import sys
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+
+from ..comm import World
+from ..core.arrays import dtype_of, has_namespace, is_float, native, to_host
+from ..core.checks import described
+from ..errors import UnsupportedError, type_named
+from . import data_movement
+from .blocks import offsets
+from .point_to_point import recv, send
+from .staging import bytes_of, checked_root, ranks_of
+
+_ALIGNED = 16
+"""The alignment of arrays in a message, in bytes."""
+_MOST_DEPTH = 200
+_JSON_INTEGERS = 1 << 63
+"""Larger integers are sent as hexadecimal text, because Python limits the digits of decimal text."""
+
+_of_base64 = base64.b64decode
+_AS_TEXT: dict[type, tuple[str, Callable[[Any], str], Callable[[str], Any]]] = {
+    complex: ("complex", repr, complex),
+    bytes: ("bytes", lambda value: base64.b64encode(value).decode(), _of_base64),
+    bytearray: ("bytearray", lambda value: base64.b64encode(value).decode(), lambda text: bytearray(_of_base64(text))),
+    datetime.datetime: ("datetime", datetime.datetime.isoformat, datetime.datetime.fromisoformat),
+    datetime.date: ("date", datetime.date.isoformat, datetime.date.fromisoformat),
+    datetime.time: ("time", datetime.time.isoformat, datetime.time.fromisoformat),
+    decimal.Decimal: ("decimal", str, decimal.Decimal),
+    fractions.Fraction: ("fraction", str, fractions.Fraction),
+    uuid.UUID: ("uuid", str, uuid.UUID),
+    pathlib.PosixPath: ("path", str, pathlib.PosixPath),
+    pathlib.PurePosixPath: ("pure path", str, pathlib.PurePosixPath),
+    pathlib.PureWindowsPath: ("windows path", str, pathlib.PureWindowsPath),
+}  # fmt: skip
+_FROM_TEXT = {kind: decode for kind, _, decode in _AS_TEXT.values()}
+_HEADER = np.dtype([("nbytes", np.int64), ("length", np.int64), ("kind", np.int64), ("unused", np.int64)])
+_KINDS = "numbers, text, bytes, lists, tuples, sets, dicts, arrays, paths, dates, enumerations or dataclasses"
+_SEQUENCES: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+
+
+def broadcast_object(value: Any = None, root: int = 0, world: World | None = None) -> Any:
+    """Return the object that rank ``root`` passes, on all ranks; every rank must call.
+
+    Args:
+        value: on ``root`` the object; ignored on other ranks. It consists of None, bools, numbers, strings, bytes,
+            lists, tuples, sets, dicts, arrays of NumPy, CuPy and PyTorch, dtypes, paths, dates, times, `Decimal`,
+            `Fraction`, `UUID`, enumeration members, named tuples and dataclasses.
+        root: the rank whose object is sent.
+        world: the ranks; default `hpcdp.init()`.
+
+    Returns:
+        ``value`` itself on ``root``, an equal object on other ranks, with arrays of NumPy in host memory.
+
+    Raises:
+        UnsupportedError: ``value`` contains anything else, which is named; on every rank.
+        MismatchError: ranks differ in root or operation; the same error on every rank.
+    """
+    world = ranks_of(world)
+    root = checked_root("broadcast_object", root, world)
+    is_root = world.rank == root
+    objects = _exchanged("broadcast_object", _encoded(value) if is_root else _NOTHING, world, f"root {root}")
+    return value if is_root else decoded(objects[0])
+
+
+def allgather_object(value: Any, world: World | None = None) -> list[Any]:
+    """Return every rank's object, by rank, on all ranks; every rank must call.
+
+    Args:
+        value: as for `broadcast_object`.
+        world: the ranks; default `hpcdp.init()`.
+
+    Returns:
+        Equal objects; not ``value`` itself.
+
+    Raises:
+        HpcdpError: as `broadcast_object`.
+    """
+    return [decoded(message) for message in _exchanged("allgather_object", _encoded(value), ranks_of(world))]
+
+
+def gather_object(value: Any, root: int = 0, world: World | None = None) -> list[Any] | None:
+    """Return every rank's object, by rank, on rank ``root``, and None on other ranks; every rank must call.
+
+    Args:
+        value: as for `broadcast_object`.
+        root: the rank that receives.
+        world: the ranks; default `hpcdp.init()`.
+
+    Raises:
+        HpcdpError: as `broadcast_object`, but a value that cannot be sent is an error on its rank and ``root`` only.
+    """
+    world = ranks_of(world)
+    gathered = data_movement.gather(_encoded(value), root, world)
+    return None if gathered is None else [decoded(message) for message in _messages("gather_object", gathered)]
+
+
+def scatter_object(values: Sequence[Any] | None = None, root: int = 0, world: World | None = None) -> Any:
+    """Return this rank's object of the list that rank ``root`` passes; every rank must call.
+
+    Args:
+        values: on ``root`` one object for each rank, as for `broadcast_object`; ignored on other ranks.
+        root: the rank that sends.
+        world: the ranks; default `hpcdp.init()`.
+
+    Raises:
+        HpcdpError: as `broadcast_object`, or ``values`` is no list of one object for each rank; on every rank.
+    """
+    world = ranks_of(world)
+    messages = [_NOTHING] * world.size
+    if world.rank == checked_root("scatter_object", root, world):
+        if isinstance(values, Sequence) and not isinstance(values, str) and len(values) == world.size:
+            messages = [_encoded(value) for value in values]
+        else:
+            failure = UnsupportedError(
+                "scatter_object", where="values", expected=f"a list of {world.size} objects, one for each rank",
+                got=described(values),
+            )  # fmt: skip
+            messages = [_refusal(failure)] * world.size
+    sizes = [message.size for message in messages]
+    mine = data_movement.scatter(np.concatenate(messages), root, world, sizes)
+    return decoded(_messages("scatter_object", mine)[0])
+
+
+def send_object(value: Any, dest: int, tag: int = 0, world: World | None = None) -> None:
+    """Send an object to rank ``dest``, which calls `recv_object`.
+
+    Args:
+        value: as for `broadcast_object`.
+        dest: the receiver.
+        tag: as for `send`.
+        world: the ranks; default `hpcdp.init()`.
+
+    Raises:
+        UnsupportedError: ``value`` cannot be sent; the receiver gets no message.
+    """
+    send(encoded(value, "send_object"), dest, tag, world)
+
+
+def recv_object(source: int, tag: int = 0, world: World | None = None) -> Any:
+    """Return an object that rank ``source`` sends with `send_object`.
+
+    Args:
+        source: the sender.
+        tag: as for `recv`.
+        world: the ranks; default `hpcdp.init()`.
+    """
+    return decoded(recv(None, source, tag, world))
+
+
+_NOTHING = np.empty(0, np.uint8)
+_SENT, _REFUSED = 0, 1  # what a message contains: an object, or the error of a rank that cannot send one
+
+
+def _exchanged(operation: str, message: np.ndarray, world: World, *facts: str) -> list[np.ndarray]:
+    """Return the messages of all ranks that have one; every rank must call."""
+    return _messages(operation, data_movement.allgather_bytes(operation, message, world, *facts))
+
+
+def _encoded(value: Any) -> np.ndarray:
+    """Return `encoded`, or a message that raises its error on all ranks that receive it."""
+    try:
+        return encoded(value)
+    except UnsupportedError as error:
+        return _refusal(error)
+
+
+def _refusal(error: UnsupportedError) -> np.ndarray:
+    parts = {"where": error.where, "expected": error.expected, "got": error.got}
+    return _message(_REFUSED, json.dumps({name: str(part) for name, part in parts.items()}), [])
+
+
+def _message(kind: int, text: str, arrays: Sequence[np.ndarray]) -> np.ndarray:
+    document = text.encode("utf-8", "surrogatepass")
+    parts = [np.frombuffer(document, np.uint8), *(bytes_of(array) for array in arrays)]
+    ends = offsets([-(-part.size // _ALIGNED) * _ALIGNED for part in parts])
+    message = np.zeros(_HEADER.itemsize + ends[-1], np.uint8)
+    message[: _HEADER.itemsize].view(_HEADER)[0] = message.size, len(document), kind, 0
+    for first, part in zip(ends, parts, strict=False):
+        message[_HEADER.itemsize + first :][: part.size] = part
+    return message
+
+
+def _messages(operation: str, joined: np.ndarray) -> list[np.ndarray]:
+    """Return the messages that follow each other in ``joined``; raise the error of the first that is a refusal."""
+    messages = []
+    while joined.size:
+        nbytes, length, kind, _ = joined[: _HEADER.itemsize].view(_HEADER)[0].tolist()
+        if kind == _REFUSED:
+            text = joined[_HEADER.itemsize :][:length].tobytes()
+            error = UnsupportedError(operation, **json.loads(text))
+            error.is_on_every_rank = True
+            raise error
+        messages.append(joined[:nbytes])
+        joined = joined[nbytes:]
+    return messages
+
+
+def encoded(value: Any, operation: str = "broadcast_object") -> np.ndarray:
+    """Return an object as a message, shape ``(nbytes,)``, uint8.
+
+    Raises:
+        UnsupportedError: it contains a value of a kind that is not sent.
+    """
+    arrays: list[np.ndarray] = []
+    document = _Encoder(operation, arrays).plain(value, "value", 0)
+    return _message(_SENT, json.dumps(document, separators=(",", ":")), arrays)
+
+
+def decoded(message: np.ndarray) -> Any:
+    """Return the object of a message of `encoded`.
+
+    Raises:
+        UnsupportedError: a class that this process has not imported.
+    """
+    _, length, _, _ = message[: _HEADER.itemsize].view(_HEADER)[0].tolist()
+    data = message[_HEADER.itemsize :]
+    text = data[:length].tobytes().decode("utf-8", "surrogatepass")
+    return _Decoder(data[-(-length // _ALIGNED) * _ALIGNED :]).value(json.loads(text))
+
+
+class _Encoder:
+    def __init__(self, operation: str, arrays: list[np.ndarray]) -> None:
+        self._operation, self._arrays = operation, arrays
+
+    def plain(self, value: Any, where: str, depth: int) -> Any:
+        """Return a value as JSON has it; ``where`` names it in errors."""
+        kind = type(value)
+        if value is None or kind in (bool, str, float) or (kind is int and abs(value) < _JSON_INTEGERS):
+            return value
+        if depth > _MOST_DEPTH:
+            self._refuse(where, f"values nested at most {_MOST_DEPTH} deep", "deeper ones, or one that contains itself")
+        if kind is int:
+            return ["int", hex(value)]
+        if kind in (list, tuple, set, frozenset):
+            return [kind.__name__, *(self.plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value))]
+        if kind in (dict, OrderedDict):
+            return self._mapping(value, where, depth)
+        if kind in _AS_TEXT:
+            name, encode, _ = _AS_TEXT[kind]
+            return [name, encode(value)]
+        if isinstance(value, enum.Enum):
+            return ["enum", *_class_name(kind), value.name]
+        if dataclasses.is_dataclass(value):
+            fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            items = {name: self.plain(item, f"{where}.{name}", depth + 1) for name, item in fields.items()}
+            return ["dataclass", *_class_name(kind), items]
+        if isinstance(value, tuple) and hasattr(kind, "_fields"):
+            parts = [self.plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
+            return ["namedtuple", *_class_name(kind), *parts]
+        if isinstance(value, np.dtype):
+            return ["dtype", _dtype_name(value)]
+        if isinstance(value, np.generic) or kind is np.ndarray or has_namespace(value):
+            return self._array(value, where)
+        return self._refuse(where, _KINDS, type_named(value))
+
+    def _mapping(self, value: Any, where: str, depth: int) -> Any:
+        items = [(key, self.plain(item, f"{where}[{key!r}]", depth + 1)) for key, item in value.items()]
+        if type(value) is dict and all(type(key) is str for key, _ in items):
+            return dict(items)
+        pairs = [[self.plain(key, f"key {key!r} of {where}", depth + 1), item] for key, item in items]
+        return ["dict" if type(value) is dict else "ordered", *pairs]
+
+    def _array(self, value: Any, where: str) -> Any:
+        host = np.asarray(to_host(value))
+        if host.dtype.kind not in "iufcbUSmM" and not is_float(host.dtype):
+            self._refuse(where, "an array of numbers, bools, text or times", f"one of dtype {host.dtype}")
+        host = native(host)
+        self._arrays.append(host)
+        kind = "scalar" if isinstance(value, np.generic) else "array"
+        return [kind, _dtype_name(host.dtype), *host.shape]
+
+    def _refuse(self, where: str, expected: str, got: str) -> NoReturn:
+        raise UnsupportedError(self._operation, where=where, expected=expected, got=got)
+
+
+class _Decoder:
+    def __init__(self, data: np.ndarray) -> None:
+        self._data = data
+
+    def value(self, plain: Any) -> Any:
+        """Return the value that `_Encoder.plain` has made ``plain`` of; arrays in the order in which it met them."""
+        if isinstance(plain, dict):
+            return {key: self.value(item) for key, item in plain.items()}
+        if not isinstance(plain, list):
+            return plain
+        kind, *rest = plain
+        if kind in _SEQUENCES:
+            return _SEQUENCES[kind](self.value(item) for item in rest)
+        if kind in ("dict", "ordered"):
+            # A pair was encoded with its value first.
+            pairs = [(self.value(item), key) for key, item in rest]
+            made = [(self.value(key), item) for item, key in pairs]
+            return dict(made) if kind == "dict" else OrderedDict(made)
+        if kind == "int":
+            return int(rest[0], 16)
+        if kind in _FROM_TEXT:
+            return _FROM_TEXT[kind](rest[0])
+        if kind == "dtype":
+            return dtype_of(rest[0])
+        if kind in ("array", "scalar"):
+            return self._array(kind, *rest)
+        module, name, *rest = rest
+        found = _class_of(module, name)
+        if kind == "enum":
+            return found[rest[0]]
+        if kind == "namedtuple":
+            return found(*(self.value(item) for item in rest))
+        made = object.__new__(found)
+        for field, item in rest[0].items():
+            object.__setattr__(made, field, self.value(item))
+        return made
+
+    def _array(self, kind: str, dtype: str, *shape: int) -> Any:
+        array: np.ndarray = np.empty(shape, dtype_of(dtype))
+        bytes_of(array)[...] = self._data[: array.nbytes]
+        self._data = self._data[-(-array.nbytes // _ALIGNED) * _ALIGNED :]
+        return array if kind == "array" else array[()]
+
+
+def _dtype_name(dtype: np.dtype) -> str:
+    return dtype.str if dtype.kind != "V" else dtype.name
+
+
+def _class_name(kind: type) -> tuple[str, str]:
+    return kind.__module__, kind.__qualname__
+
+
+def _class_of(module: str, name: str) -> Any:
+    """Return a class by name, if this process has imported its module and the class carries only data."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    is_tuple = isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")
+    is_enum = isinstance(found, type) and issubclass(found, enum.Enum)
+    if not (is_tuple or is_enum or (isinstance(found, type) and dataclasses.is_dataclass(found))):
+        raise UnsupportedError(
+            "receive an object", where=f"{module}.{name}", got="no such class",
+            expected="a dataclass, named tuple or enumeration that this rank has imported",
+            remedy="import its module, and define it at the top level, on all ranks",
+        )  # fmt: skip
+    return found

@@ -1,0 +1,286 @@
+"""Allgather, gather, scatter and alltoall of any sizes, nonblocking forms, and what is said where calls differ."""
+
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hpcdp
+from hpcdp.collectives import blocks
+from hpcdp.comm import thread_comm
+from hpcdp.comm.tasks import run_until_complete
+from hpcdp.errors import MismatchError, UnsupportedError
+
+DTYPES = ["float16", "bfloat16", "float32", "float64", "int8", "uint64", "bool", "complex64", "complex128"]
+NODES = st.one_of(st.none(), st.integers(1, 3))
+
+
+def rows_of(rank, rows, row, dtype):
+    """Return this rank's array, different from that of any other rank."""
+    values = np.random.default_rng([rank, rows]).integers(0, 100, (rows, *row)) + rank
+    return values.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    n=st.integers(1, 8),
+    nodes=NODES,
+    dtype=st.sampled_from(DTYPES),
+    row=st.sampled_from([(), (3,), (2, 0), (1, 5)]),
+    seed=st.integers(0, 99),
+    root=st.integers(0, 7),
+    starts=st.booleans(),
+)
+def test_movements_of_any_sizes(n, nodes, dtype, row, seed, root, starts):
+    rows = np.random.default_rng(seed).integers(0, 9, n).tolist()
+    splits = np.random.default_rng(seed).integers(0, 5, (n, n))
+    parts = [rows_of(rank, count, row, dtype) for rank, count in enumerate(rows)]
+    sent = [rows_of(rank, splits[rank].sum(), row, dtype) for rank in range(n)]
+    blocks_of = [np.split(x, np.cumsum(splits[rank])[:-1]) for rank, x in enumerate(sent)]
+    root %= n
+    whole = rows_of(root, sum(rows), row, dtype)
+
+    def call(name, *args):
+        return getattr(hpcdp, f"i{name}")(*args).wait() if starts else getattr(hpcdp, name)(*args)
+
+    def rank(world):
+        me = world.rank
+        np.testing.assert_array_equal(call("allgather", parts[me], world), np.concatenate(parts))
+        gathered = call("gather", parts[me], root, world)
+        assert (gathered is None) == (me != root)
+        if gathered is not None:
+            np.testing.assert_array_equal(gathered, np.concatenate(parts))
+        mine = call("scatter", whole if me == root else None, root, world)
+        np.testing.assert_array_equal(mine, whole[len(whole) * me // n : len(whole) * (me + 1) // n])
+        mine = call("scatter", whole if me == root else None, root, world, rows if me == root else None)
+        np.testing.assert_array_equal(mine, whole[sum(rows[:me]) : sum(rows[: me + 1])])
+        assert mine.dtype == whole.dtype
+        received, counts = call("alltoall", sent[me], splits[me], world)
+        np.testing.assert_array_equal(received, np.concatenate([blocks_of[other][me] for other in range(n)]))
+        assert counts.tolist() == splits[:, me].tolist()
+
+    thread_comm.run(n, rank, nodes)
+
+
+@pytest.mark.parametrize("nodes", [None, 1, 2])
+@pytest.mark.parametrize("count", [0, 1, 100_000])
+def test_alltoall_of_equal_parts(nodes, count):
+    """Short parts go by Bruck's algorithm over nodes, long ones in several pieces through a node's memory."""
+
+    def rank(world):
+        n, me = world.size, world.rank
+        x = np.arange(n * count, dtype=np.float64) + 1000 * me
+        wanted = np.concatenate([np.arange(me * count, (me + 1) * count) + 1000 * other for other in range(n)])
+        np.testing.assert_array_equal(hpcdp.alltoall(x, world=world), wanted)
+
+    for n in (1, 2, 3, 5):
+        thread_comm.run(n, rank, nodes)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "messages", "sent"),
+    [
+        ("direct", 4, 40), ("pairwise", 4, 40), ("bruck", 3, 50), ("ring", 4, 40), ("bruck_allgather", 3, 40),
+        ("by_node", 4, 40),
+    ],
+)  # fmt: skip
+def test_algorithms_send_what_their_formulas_say(algorithm, messages, sent):
+    def rank(world):
+        if algorithm in ("ring", "bruck_allgather"):
+            parts = np.zeros(50, np.uint8)
+            parts[10 * world.rank :][:10] = world.rank
+            moved = blocks.allgather_blocks(parts, range(0, 51, 10), world.rank)
+        else:
+            data = np.full(50, world.rank, np.uint8)
+            moved = blocks.alltoall_blocks(data, np.zeros(50, np.uint8), np.full((5, 5), 10), world.rank)
+        moved.keep_own(world.rank)
+        for stage in blocks.ALGORITHMS[algorithm](moved, world, 0):
+            for request in stage:
+                request.wait()
+        assert moved.received.tolist() == np.repeat(np.arange(5), 10).tolist()
+        return world.comm.traffic.messages, world.comm.traffic.nbytes
+
+    assert thread_comm.run(5, rank, 1) == [(messages, sent)] * 5
+
+
+@settings(max_examples=30, deadline=None)
+@given(nodes=st.lists(st.integers(1, 4), min_size=1, max_size=4), seed=st.integers(0, 99), is_even=st.booleans())
+def test_blocks_that_are_joined_by_node_arrive_as_by_the_specification(nodes, seed, is_even):
+    n = sum(nodes)
+    sizes = np.full((n, n), 3) if is_even else np.random.default_rng(seed).integers(0, 5, (n, n))
+    data = [np.random.default_rng([seed, rank]).integers(0, 256, sizes[rank].sum(), np.uint8) for rank in range(n)]
+
+    def rank(world):
+        results = []
+        for algorithm in ("direct", "pairwise", "by_node", *["bruck"] * is_even):
+            received = np.zeros(sizes[:, world.rank].sum(), np.uint8)
+            moved = blocks.alltoall_blocks(data[world.rank], received, sizes, world.rank)
+            blocks.nodes_of(world)
+            moved.keep_own(world.rank)
+            run_until_complete(blocks.ALGORITHMS[algorithm](moved, world, 64 * len(results)))
+            results.append(received.tolist())
+        assert results.count(results[0]) == len(results)
+
+    thread_comm.run(n, rank, nodes)
+
+
+@pytest.mark.parametrize("nodes", [None, 1])
+def test_any_number_under_way_ends_in_any_order(nodes):
+    def rank(world):
+        n, me = world.size, world.rank
+        wanted = np.concatenate([np.full(other, other) for other in range(n)])
+        started = []
+        for _ in range(40):
+            started += [
+                hpcdp.iallgather(np.full(me, me), world),
+                hpcdp.ibarrier(world),
+                hpcdp.iallreduce(np.full(3, me), world=world),
+                hpcdp.ibroadcast(np.full(2, me), n - 1, world),
+                hpcdp.ireduce(np.full(2, me), root=1, world=world),
+                hpcdp.ireduce_scatter(np.arange(7), world=world),
+            ]
+        order = np.random.default_rng(me).permutation(len(started))
+        results = {number: started[number].wait() for number in order}
+        for first in range(0, len(started), 6):
+            np.testing.assert_array_equal(results[first], wanted)
+            assert results[first + 2].tolist() == [n * (n - 1) // 2] * 3
+            assert results[first + 3].tolist() == [n - 1] * 2
+            assert results[first + 4].tolist() == [n * (n - 1) // 2 if me == 1 else me] * 2
+            assert results[first + 5].tolist() == (n * np.arange(7))[7 * me // n : 7 * (me + 1) // n].tolist()
+
+    for n in (2, 3, 4):
+        thread_comm.run(n, rank, nodes)
+
+
+@pytest.mark.parametrize("nodes", [None, 1])
+def test_operations_progress_without_being_asked(nodes):
+    def rank(world):
+        x = np.full(100_000, world.rank + 1.0)
+        operation = hpcdp.iallreduce(x, world=world)
+        deadline = time.monotonic() + 60
+        while not (x == 6).all() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert (x == 6).all()
+        assert operation.wait() is x
+
+    thread_comm.run(3, rank, nodes)
+
+
+DIFFERENT = {
+    "row": lambda world: hpcdp.allgather(np.zeros((2, 3 + world.rank)), world),
+    "dtype": lambda world: hpcdp.gather(np.zeros(2, "f4" if world.rank else "f8"), 0, world),
+    "root": lambda world: hpcdp.scatter(np.zeros(2), world.rank % 2, world),
+    "operation": lambda world: (hpcdp.alltoall if world.rank else hpcdp.allgather)(np.zeros(3), world=world),
+    "rows": lambda world: hpcdp.alltoall(np.zeros(3 * (world.rank + 1)), world=world),
+    "splits": lambda world: hpcdp.alltoall(np.zeros(3), [1, 1, 1] if world.rank else None, world),
+    "array of a group": lambda world: hpcdp.grouped_allreduce(
+        [np.zeros(2 + world.rank % 2), np.zeros(3 - world.rank % 2)], world=world
+    ),
+}
+
+
+@pytest.mark.parametrize("nodes", [None, 1])
+@pytest.mark.parametrize("is_warm", [False, True])
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_calls_that_differ_are_an_error_on_every_rank(case, is_warm, nodes):
+    def rank(world):
+        if is_warm:
+            for _ in range(20):
+                hpcdp.allgather(np.zeros((world.rank, 3)), world)
+        with pytest.raises(MismatchError) as caught:
+            DIFFERENT[case](world)
+        assert "rank 0" in caught.value.expected
+        assert caught.value.got.rpartition(" on rank")[2].strip("s 0,") in ("1", "1, 2")
+        assert hpcdp.allgather(np.full(1, world.rank), world).tolist() == [0, 1, 2]
+
+    thread_comm.run(3, rank, nodes)
+
+
+def test_the_root_s_error_is_raised_on_every_rank():
+    def rank(world):
+        for x in ("text", np.float64(3), np.array(["a"]), np.zeros(3)):
+            with pytest.raises(UnsupportedError):
+                hpcdp.scatter(x if world.rank == 1 else None, 1, world, [1, 1])
+        return hpcdp.scatter(np.arange(6) if world.rank == 1 else None, 1, world).tolist()
+
+    assert thread_comm.run(3, rank) == [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("splits", [[1, 2], [1, 1, 1], [3, 1, -1], ["a", 1, 2], 3])
+def test_splits_that_do_not_fit_are_refused(splits):
+    with pytest.raises(UnsupportedError) as caught:
+        thread_comm.run(3, lambda world: hpcdp.alltoall(np.zeros(4), splits, world))
+    assert caught.value.where == "splits"
+
+
+@pytest.mark.parametrize("nodes", [None, 1])
+def test_results_come_into_arrays_of_the_program(nodes):
+    def rank(world):
+        n, me = world.size, world.rank
+        out = np.zeros((n, 2))
+        assert hpcdp.alltoall(np.full((n, 2), float(me)), world=world, out=out) is out
+        assert out[:, 0].tolist() == list(range(n))
+        strided = np.zeros((2, n)).T
+        received, _ = hpcdp.alltoall(np.full((n, 2), float(me)), [1] * n, world, out=strided)
+        assert received is strided and strided[:, 1].tolist() == list(range(n))
+        gathered = hpcdp.gather(np.full((1, 2), float(me)), 1, world, out if me == 1 else None)
+        assert gathered is (out if me == 1 else None)
+        own = np.zeros((1, 2))
+        assert hpcdp.scatter(out if me == 1 else None, 1, world, out=own) is own and (own == me).all()
+        with pytest.raises(UnsupportedError) as caught:
+            hpcdp.alltoall(np.zeros((n, 2)), world=world, out=np.zeros((n, 3)))
+        assert caught.value.where == "out"
+
+    thread_comm.run(3, rank, nodes)
+
+
+def test_scalars_strided_and_read_only_arrays():
+    def rank(world):
+        me = world.rank
+        assert hpcdp.allgather(np.float32(me), world).tolist() == [0, 1, 2]
+        assert hpcdp.allgather(np.array(me), world).tolist() == [0, 1, 2]
+        strided = (np.arange(12).reshape(3, 4) + me).T[::2]
+        np.testing.assert_array_equal(
+            hpcdp.allgather(strided, world), np.concatenate([strided - me + other for other in range(3)])
+        )
+        strided.flags.writeable = False
+        np.testing.assert_array_equal(hpcdp.alltoall(np.broadcast_to(me, 3), world=world), [0, 1, 2])
+
+    for nodes in (None, 1):
+        thread_comm.run(3, rank, nodes)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    n=st.integers(1, 5),
+    nodes=NODES,
+    arrays=st.lists(
+        st.tuples(st.sampled_from(["f2", "f4", "f8", "i4"]), st.sampled_from([(), (0,), (7,), (2, 3)])),
+        min_size=1,
+        max_size=5,
+    ),
+)
+def test_grouped_operations(n, nodes, arrays):
+    def made(rank):
+        return [np.full(shape, rank + i, dtype) for i, (dtype, shape) in enumerate(arrays)]
+
+    def rank(world):
+        me = world.rank
+        xs = made(me)
+        results = hpcdp.grouped_allreduce(xs, world=world)
+        for i, (x, result) in enumerate(zip(xs, results, strict=True)):
+            assert result is x and (x == sum(rank + i for rank in range(n))).all()
+        for i, x in enumerate(hpcdp.grouped_broadcast(made(me), n - 1, world)):
+            assert (x == n - 1 + i).all() and x.dtype == arrays[i][0]
+        for i, x in enumerate(hpcdp.grouped_reduce_scatter(made(me), "max", world)):
+            size = made(0)[i].size
+            assert x.tolist() == [n - 1 + i] * (size * (me + 1) // n - size * me // n)
+        gathered = hpcdp.grouped_allgather([np.repeat(np.atleast_1d(x), me, 0) for x in made(me)], world)
+        for i, x in enumerate(gathered):
+            wanted = [np.repeat(np.atleast_1d(made(other)[i]), other, 0) for other in range(n)]
+            np.testing.assert_array_equal(x, np.concatenate(wanted))
+
+    thread_comm.run(n, rank, nodes)

@@ -1,0 +1,187 @@
+"""Messages between two ranks, and objects."""
+
+import collections
+import dataclasses
+import datetime
+import decimal
+import enum
+import fractions
+import pathlib
+import uuid
+
+import numpy as np
+import pytest
+
+import hpcdp
+from hpcdp.comm import thread_comm
+from hpcdp.errors import ConfigError, MismatchError, UnsupportedError
+
+
+@pytest.mark.parametrize("nodes", [None, 1])
+def test_receives_end_in_the_order_of_the_sends_whichever_is_waited_for_first(nodes):
+    def rank(world):
+        n, me = world.size, world.rank
+        right, left = (me + 1) % n, (me - 1) % n
+        receives = [hpcdp.irecv(None, left, world=world) for _ in range(4)]
+        shapes = [(3, 0), (50_000,), (), (2, 2)]
+        sends = [hpcdp.isend(np.full(shape, 10 * me + i, "f4"), right, world=world) for i, shape in enumerate(shapes)]
+        for i in (3, 1, 0, 2):
+            got = receives[i].wait()
+            assert got.shape == shapes[i] and got.dtype == np.float32 and (got == 10 * left + i).all()
+        for operation in sends:
+            operation.wait()
+
+    for n in (2, 3, 4):
+        thread_comm.run(n, rank, nodes)
+
+
+@pytest.mark.parametrize("count", [5, 100_000])
+def test_a_ring_of_long_and_short_messages(count):
+    def rank(world):
+        n, me = world.size, world.rank
+        x, out = np.arange(count) + me, np.zeros(count, int)
+        assert hpcdp.sendrecv(x, (me + 1) % n, (me - 1) % n, out, world=world) is out
+        np.testing.assert_array_equal(out, np.arange(count) + (me - 1) % n)
+
+    for n in (1, 2, 3):
+        thread_comm.run(n, rank)
+
+
+@pytest.mark.parametrize("count", [5, 100_000])
+@pytest.mark.parametrize("out", [np.zeros(4), np.zeros(5, "f4"), np.zeros((5, 1))])
+def test_an_array_of_another_shape_or_dtype_is_refused_and_the_next_one_comes(count, out):
+    def rank(world):
+        if world.rank == 0:
+            hpcdp.isend(np.ones(count), 1, 7, world)
+            hpcdp.isend(np.full(2, 3.0), 1, 7, world)
+            return None
+        with pytest.raises(MismatchError) as caught:
+            hpcdp.recv(out, 0, 7, world)
+        assert caught.value.where == "out" and not out.any()
+        return hpcdp.recv(None, 0, 7, world).tolist()
+
+    assert thread_comm.run(2, rank)[1] == [3.0, 3.0]
+
+
+def test_messages_do_not_disturb_collectives_and_tags_are_apart():
+    def rank(world):
+        me = world.rank
+        if me == 0:
+            for tag in (0, 31, 32, 16383):
+                hpcdp.isend(np.full(2, tag), 1, tag, world)
+        assert hpcdp.allreduce(np.ones(10), world=world, algorithm="ring").sum() == 10 * world.size
+        if me == 1:
+            for tag in (16383, 0, 32, 31):
+                assert hpcdp.recv(None, 0, tag, world).tolist() == [tag, tag]
+
+    thread_comm.run(3, rank, 1)
+    with pytest.raises(ConfigError) as caught:
+        thread_comm.run(1, lambda world: hpcdp.send(np.zeros(1), 0, 16384, world))
+    assert caught.value.where == "tag"
+    with pytest.raises(UnsupportedError) as refused:
+        thread_comm.run(2, lambda world: hpcdp.send(np.zeros(1), 2, world=world))
+    assert refused.value.where == "dest"
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    x: int
+    values: np.ndarray
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+Pair = collections.namedtuple("Pair", "first second")
+
+THINGS = {
+    "plain": [1, 2.5, None, True, "ü\ud800", float("inf"), -(2**70), 10**5000],
+    "nested": (1, (2, [3]), {1, 2}, frozenset(["a"])),
+    "keys": {3: 4, (1, 2): "k", None: [np.arange(3)]},
+    "arrays": [np.arange(6.0).reshape(2, 3), np.zeros((0, 4), np.complex64), np.array(["ab", "c"]), np.array(True)],
+    "scalars": [np.float32(2.5), np.int64(-3), np.bool_(True), np.datetime64("2020-01-02")],
+    "dtypes": [np.dtype("f4"), np.dtype("<i8")],
+    "paths": [pathlib.Path("/tmp/ü"), pathlib.PurePosixPath("a/b"), pathlib.PureWindowsPath("c:/a")],
+    "times": [
+        datetime.datetime(2020, 1, 2, 3, tzinfo=datetime.UTC), datetime.date(2020, 1, 2), datetime.time(1, 2, 3),
+    ],
+    "bytes": [b"\0\1", bytearray(b"abc"), 1 + 2j],
+    "numbers": [fractions.Fraction(1, 3), decimal.Decimal("1.10"), uuid.UUID(int=7)],
+    "classes": [Point(1, np.ones(2)), Color.RED, Pair(1, np.ones(1)), collections.OrderedDict(b=1, a=2)],
+}  # fmt: skip
+
+
+def is_same(a, b):
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and a.shape == b.shape and np.array_equal(a, b)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(is_same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(is_same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, Point):
+        return a.x == b.x and is_same(a.values, b.values)
+    return a == b
+
+
+@pytest.mark.parametrize("nodes", [None, 1])
+@pytest.mark.parametrize("kind", THINGS)
+def test_objects_arrive_as_they_were(kind, nodes):
+    thing = THINGS[kind]
+
+    def rank(world):
+        n, me = world.size, world.rank
+        assert is_same(hpcdp.broadcast_object(thing if me == n - 1 else me, n - 1, world), thing)
+        assert is_same(hpcdp.allgather_object([me, thing], world), [[other, thing] for other in range(n)])
+        gathered = hpcdp.gather_object((me, thing), 1, world)
+        assert is_same(gathered, [(other, thing) for other in range(n)] if me == 1 else None)
+        parts = [{"rank": other, "thing": thing} for other in range(n)]
+        assert is_same(hpcdp.scatter_object(parts if me == 0 else None, 0, world), parts[me])
+        if me == 0:
+            hpcdp.send_object(thing, 1, world=world)
+        if me == 1:
+            assert is_same(hpcdp.recv_object(0, world=world), thing)
+
+    thread_comm.run(3, rank, nodes)
+
+
+def recursive():
+    made = []
+    made.append(made)
+    return made
+
+
+@pytest.mark.parametrize("value", [object(), {"a": [1, print]}, np.array([object()]), recursive(), Exception("x")])
+def test_what_cannot_be_sent_is_an_error_on_every_rank(value):
+    def rank(world):
+        for call in (
+            lambda: hpcdp.broadcast_object(value if world.rank == 1 else None, 1, world),
+            lambda: hpcdp.allgather_object(value if world.rank == 2 else 3, world),
+            lambda: hpcdp.scatter_object([1, value, 2] if world.rank == 0 else None, 0, world),
+            lambda: hpcdp.scatter_object([1, 2] if world.rank == 0 else None, 0, world),
+        ):
+            try:
+                call()
+            except UnsupportedError as error:
+                assert str(error.where).startswith("value")
+            else:
+                assert world.rank != 1  # the part of a scatter that cannot be sent concerns its receiver
+        return hpcdp.allgather_object(world.rank, world)
+
+    assert thread_comm.run(3, rank) == [[0, 1, 2]] * 3
+
+
+def test_a_class_that_the_receiver_has_not_imported_is_refused_and_nothing_runs(tmp_path, monkeypatch):
+    from hpcdp.collectives.objects import decoded, encoded
+
+    message = encoded(Point(1, np.ones(1)))
+    text = message.tobytes().replace(__name__.encode(), b"os".ljust(len(__name__)))
+    with pytest.raises(UnsupportedError):
+        decoded(np.frombuffer(text, np.uint8).copy())
+    for name in ("system", "environ", "path.join"):
+        replaced = encoded(Point(1, np.ones(1))).tobytes()
+        document = replaced.replace(b'"Point"', f'"{name}"'.encode().ljust(7)[:7])
+        with pytest.raises((UnsupportedError, ValueError)):
+            decoded(np.frombuffer(document, np.uint8).copy())
