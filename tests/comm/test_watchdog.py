@@ -15,6 +15,7 @@ import time
 
 import numpy as np
 import pytest
+from raises import raises
 
 from hpcdp.collectives import allreduce, iallreduce, recv
 from hpcdp.comm import thread_comm, watchdog
@@ -370,7 +371,7 @@ def test_a_call_of_all_ranks_ends_the_job_when_one_has_gone(per_node, monkeypatc
 @pytest.mark.parametrize("text", ["soon", "-1", "inf", "nan", "1e-9", "0.0999"])
 def test_a_limit_that_is_none_is_refused(text, name, monkeypatch):
     monkeypatch.setenv(name, text)
-    with pytest.raises(ConfigError, match=f"{name}: expected seconds, at least 0.1, or 0 for no limit, got '{text}'"):
+    with raises(ConfigError, operation=name, expected=[0.1, 0], got=text):
         limits_s()
 
 

@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 from pairs import pairs
+from raises import raises
 
 import hpcdp
 from hpcdp import kvstore, optim
@@ -171,7 +172,7 @@ def test_a_seed_replays_a_run_to_the_bit(ranks, per_node, split):
 
 
 def test_replay_is_for_thread_ranks():
-    with pytest.raises(ConfigError, match=r"\[replay\]: expected thread ranks"):
+    with raises(ConfigError, operation="kvstore", where="replay"):
         kvstore.create("dist_async", replay=1)
 
 

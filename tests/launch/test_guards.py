@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from raises import raises
 
 from hpcdp.errors import LaunchError
 from hpcdp.launch import guard, guard_client, hosts
@@ -191,9 +192,7 @@ def test_a_limit_of_open_files_is_raised_or_named(limits: tuple[int, int], monke
     guard_client._allow_files(300)
     assert now[1:] == ([(856, limits[1])] if limits[0] < 856 else [])
     if limits[1] == 900:
-        with pytest.raises(
-            LaunchError, match="340 other hosts: expected a limit of 936 open files, got 900; run ulimit -n"
-        ):
+        with raises(LaunchError, operation="launch on 340 other hosts", expected=936, got=900, remedy="-n"):
             guard_client._allow_files(340)
 
 
@@ -224,9 +223,7 @@ def test_a_host_whose_folder_of_segments_others_may_change_is_named(ssh: Path) -
     fcntl.flock(lock, fcntl.LOCK_SH)  # or it would be removed first, as one that was left behind
     with Guards([HostSlots("away", 1)], print) as guards:
         guards.begin(2, 0, {}, folder, None)
-        with pytest.raises(
-            LaunchError, match=f"away: no folder for segments: .*others may change: {folder}, which every"
-        ):
+        with raises(LaunchError, operation="launch", got=folder):
             guards.check("/", sys.executable, None)
     os.close(lock)
 
@@ -238,7 +235,7 @@ def test_programs_for_mpirun_are_not_put_where_others_may_exchange_them(
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home" / ".cache").mkdir(parents=True)
     tmp_path.chmod(0o777)
-    with pytest.raises(LaunchError, match="got a folder that others may change: ") as caught:
+    with raises(LaunchError, operation="launch on other hosts") as caught:
         guard_client._private_folder(contextlib.ExitStack())
     assert f"a folder that others may change: {tmp_path}, which every user may write" in str(caught.value.got)
     assert not list(tmp_path.glob("hpcdp-*"))

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from raises import raises
 
 from hpcdp import cli
 from hpcdp.errors import LaunchError
@@ -43,7 +44,7 @@ def test_a_script_holds_the_bytes_of_an_argument(tmp_path: Path) -> None:
 
 def test_a_script_is_not_written_where_every_user_may_exchange_it(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    with pytest.raises(LaunchError, match="a folder that not everybody may change, got /") as caught:
+    with raises(LaunchError, operation="write the script", where=tmp_path) as caught:
         slurm_scripts.write(Script("", "train", tmp_path, ()))
     assert caught.value.got == f"{tmp_path}, which every user may write"  # the line may be cut
 

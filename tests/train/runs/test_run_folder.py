@@ -5,6 +5,7 @@ import re
 import time
 
 import pytest
+from raises import raises
 from train_command import train_on_threads
 
 from hpcdp.checkpoint import directory
@@ -109,7 +110,7 @@ def test_a_folder_that_cannot_be_made_is_one_line_on_every_rank(tmp_path):
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_disk_is_one_line(tmp_path):
     (tmp_path / "config.toml").symlink_to("/dev/full")
-    with pytest.raises(ConfigError, match=r"No space left on device; choose another --run-dir") as caught:
+    with raises(ConfigError, operation="write the run folder", where=tmp_path, remedy="--run-dir") as caught:
         RunFolder(TrainConfig(run_dir=str(tmp_path), ranks=1))
     assert "\n" not in str(caught.value)
 
