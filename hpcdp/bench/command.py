@@ -690,7 +690,7 @@ def _facts(settings: Settings, world: World) -> list[str]:
     if settings.benchmark == "multi_pair":
         facts.append(f"[ pairs: {half} ] [ window size: {settings.window} ]")
     elif settings.benchmark in PAIRS:
-        window = "" if settings.benchmark == "latency" else f", window size: {settings.window}"
+        window = "" if settings.benchmark in ("latency", "pt2pt") else f", window size: {settings.window}"
         facts.append(f"Ranks 0 and {half}{window}.")
     else:
         op = f", op: {settings.op}" if settings.benchmark in REDUCING else ""
@@ -724,7 +724,7 @@ def _limit(settings: Settings, world: World) -> tuple[str, float]:
         return "point to point between nodes", link_rates(world, 16 << 20)["one_way"] / 1e3
     size = format_size(LIMIT_NBYTES)
     rates = copy_rates(world, LIMIT_NBYTES)
-    if settings.benchmark in ("latency", "bandwidth"):
+    if settings.benchmark in ("latency", "pt2pt", "bandwidth"):
         return f"memory copy of {size}, one core", rates["one_core_gb_s"]
     return f"memory copy of {size}, all cores", rates["all_cores_gb_s"]
 

@@ -36,7 +36,7 @@ from ..core.environment import explained
 from ..errors import ConfigError, HpcdpError, UnsupportedError, listed
 from ..launch.parser import Parser
 from .command import PAIRS, REDUCING, Settings
-from .communication import CALLS, Buffers, CollectiveSweep, exchange
+from .communication import BLOCKS, CALLS, Buffers, CollectiveSweep, exchange
 from .measure import (
     FreshData,
     MeasuringSchedule,
@@ -415,7 +415,7 @@ def _of_messages(settings: Settings, world: World, machine: MachineModel) -> Pre
         seconds = settings.window * message_s + 2 * link.alpha_s
         return {"predicted_mb_s": 1e-6 * settings.window * ways * pairs * nbytes / seconds}
 
-    return latency_us if name == "latency" else bandwidth_mb_s
+    return latency_us if name in ("latency", "pt2pt") else bandwidth_mb_s
 
 
 def _of_collective(settings: Settings, world: World, machine: MachineModel) -> Predictor:
@@ -427,7 +427,9 @@ def _of_collective(settings: Settings, world: World, machine: MachineModel) -> P
     def predicted_us(row: Row) -> dict[str, float]:
         nbytes: int = row["total_nbytes"] if "total_nbytes" in row else row["nbytes"]
         algorithm = settings.algorithm
-        if algorithm == "auto":
+        if collective in BLOCKS:
+            algorithm = "shared" if topology.nodes == 1 and topology.shared_memory else "messages"
+        elif algorithm == "auto":
             algorithm = registry.choose(collective, nbytes, dtype, op, world)
         return {"predicted_us": 1e6 * predicted_s(collective, algorithm, nbytes, topology, machine)}
 
