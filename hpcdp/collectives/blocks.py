@@ -16,6 +16,7 @@ sections 3.1 and 3.2.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..comm import Communicator, Request, World
-from ..comm.communicator import Steps
+from ..comm.communicator import Steps, bounds
 from ..core.arrays import Array
 from . import ring, tree
 
@@ -45,7 +46,7 @@ class Blocks:
     longest: int
     """The size of the longest `sent` of any rank, equal on all ranks."""
     sizes: np.ndarray | None = None
-    """Shape ``(n, n)``: the bytes that each rank sends to each, in an alltoall."""
+    """Shape ``(n, n)``: the bytes that each rank sends to each, in an alltoall of blocks that are not of one size."""
 
     def to(self, rank: int) -> np.ndarray:
         """Return the block for ``rank``."""
@@ -81,6 +82,18 @@ def alltoall_blocks(sent: np.ndarray, received: np.ndarray, sizes: np.ndarray, r
     ends = offsets(sizes[:, rank].tolist())
     longest = int(sizes.sum(axis=1).max())
     return Blocks(sent, list(itertools.pairwise(own)), received, ends, befores[:, rank].tolist(), longest, sizes)
+
+
+def even_alltoall_blocks(sent: np.ndarray, received: np.ndarray, ranks: int, rank: int) -> Blocks:
+    """Return the blocks of an alltoall whose blocks have one size; arguments as for `alltoall_blocks`."""
+    limits, ends, firsts = _even_limits(sent.size, ranks, rank)
+    return Blocks(sent, limits, received, ends, firsts, sent.size)
+
+
+@functools.lru_cache
+def _even_limits(nbytes: int, ranks: int, rank: int) -> tuple[list[tuple[int, int]], list[int], list[int]]:
+    ends = bounds(nbytes, ranks)
+    return list(itertools.pairwise(ends)), ends, [ends[rank]] * ranks
 
 
 def allgather_blocks(parts: np.ndarray, ends: Sequence[int], rank: int) -> Blocks:
@@ -200,8 +213,8 @@ def by_node(blocks: Blocks, world: World, tag: int) -> Steps:
     A rank first collects, from the ranks of its node, their blocks for the ranks of other nodes whose number on their
     node is its own, and then sends each of these ranks all blocks of the node in one message.
     """
-    assert blocks.sizes is not None
-    comm, me, sizes = world.comm, world.rank, blocks.sizes
+    comm, me = world.comm, world.rank
+    sizes = np.full((world.size, world.size), blocks.ends[1]) if blocks.sizes is None else blocks.sizes
     nodes = nodes_of(world)
     here = next(node for node in nodes if me in node)
     others = [node for node in nodes if node is not here]

@@ -6,6 +6,8 @@ Arrays differ between ranks in the length of axis 0 only. All ranks first compar
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import math
 import operator
@@ -20,7 +22,7 @@ from ..comm.communicator import Steps, StepsTo, bounds
 from ..comm.consistency import Call
 from ..comm.tasks import Operation, ProgressEngine
 from ..comm.watchdog import Watchdog
-from ..core.arrays import BFLOAT16, Array, dtype_of, from_host
+from ..core.arrays import BFLOAT16, Array, dtype_name, dtype_of, from_host
 from ..core.checks import described
 from ..errors import UnsupportedError
 from . import blocks as block_algorithms
@@ -165,7 +167,7 @@ def started(name: str, steps: StepsTo[T], x: object, world: World) -> Operation[
 def run_exchange(exchange: Exchange, world: World, x: object) -> Any:
     """Run an exchange to its end; return its result."""
     name = exchange.call.operation
-    with world.meeting(), Watchdog.of(world).watching(name, x):
+    with world.meeting() if world.meetings else contextlib.nullcontext(), Watchdog.of(world).watching(name, x):
         return ProgressEngine.of(world).run(name, _steps_of(exchange, world), x)
 
 
@@ -300,25 +302,27 @@ def _alltoall(name: str, world: World, x: Array, splits: Sequence[int] | None, o
     row, is_even = host.shape[1:], splits is None
 
     def then(counts: np.ndarray, move: Move) -> StepsTo[Any]:
-        sizes = np.tile(rows, (n, 1)) if is_even else counts
-        receiver = _Receiver(name, out, (sizes[:, rank].sum(), *row), host.dtype)
-        nbytes = sizes * _nbytes(row, host.dtype)
-        blocks = block_algorithms.alltoall_blocks(bytes_of(host), receiver.nbytes, nbytes, rank)
-        yield from move(_alltoall_algorithm(world, blocks, is_even), blocks)
-        received = receiver.result(x)
-        return received if is_even else (received, counts[:, rank].copy())
+        received_rows = len(host) if is_even else int(counts[:, rank].sum())
+        receiver = _Receiver(name, out, (received_rows, *row), host.dtype)
+        sent, received = bytes_of(host), receiver.nbytes
+        if is_even:
+            blocks = block_algorithms.even_alltoall_blocks(sent, received, n, rank)
+        else:
+            blocks = block_algorithms.alltoall_blocks(sent, received, counts * _nbytes(row, host.dtype), rank)
+        yield from move(_alltoall_algorithm(world, blocks), blocks)
+        result = receiver.result(x)
+        return result if is_even else (result, counts[:, rank].copy())
 
     call = _call(name, host, f"{len(host)} rows each" if is_even else "splits")
     return Exchange(call, [] if is_even else rows, then)
 
 
-def _alltoall_algorithm(world: World, blocks: Blocks, is_even: bool) -> str:
+def _alltoall_algorithm(world: World, blocks: Blocks) -> str:
     """Return the algorithm of an alltoall by messages; the same on every rank."""
-    assert blocks.sizes is not None
-    longest = int(blocks.sizes.max())
+    longest = blocks.ends[1] if blocks.sizes is None else int(blocks.sizes.max())
     if 1 < world.num_nodes < world.size and longest <= _JOINED_NBYTES:
         return "by_node"
-    return "bruck" if is_even and longest <= _SHORT_NBYTES else "pairwise"
+    return "bruck" if blocks.sizes is None and longest <= _SHORT_NBYTES else "pairwise"
 
 
 def _ibarrier(name: str, world: World, x: None) -> Exchange:
@@ -354,8 +358,12 @@ class _Receiver:
 
 
 def _call(name: str, x: np.ndarray, *facts: str) -> Call:
-    row = "".join(f", {size}" for size in x.shape[1:])
-    return Call(name, f"{name} of (rows{row}) {x.dtype.name}", *facts)
+    return _call_of(name, x.shape[1:], dtype_name(x.dtype), facts)
+
+
+@functools.lru_cache(1 << 10)
+def _call_of(name: str, row: tuple[int, ...], dtype: str, facts: tuple[str, ...]) -> Call:
+    return Call(name, f"{name} of ({', '.join(['rows', *map(str, row)])}) {dtype}", *facts)
 
 
 def _nbytes(row: tuple[int, ...], dtype: np.dtype) -> int:

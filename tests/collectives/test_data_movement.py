@@ -118,6 +118,8 @@ def test_blocks_that_are_joined_by_node_arrive_as_by_the_specification(nodes, se
         for algorithm in ("direct", "pairwise", "by_node", *["bruck"] * is_even):
             received = np.zeros(sizes[:, world.rank].sum(), np.uint8)
             moved = blocks.alltoall_blocks(data[world.rank], received, sizes, world.rank)
+            if is_even:
+                moved = blocks.even_alltoall_blocks(data[world.rank], received, n, world.rank)
             blocks.nodes_of(world)
             moved.keep_own(world.rank)
             run_until_complete(blocks.ALGORITHMS[algorithm](moved, world, 64 * len(results)))
