@@ -78,10 +78,10 @@ def alltoall_blocks(sent: np.ndarray, received: np.ndarray, sizes: np.ndarray, r
         sizes: shape ``(n, n)``: the bytes that each rank sends to each.
         rank: this rank.
     """
-    own, befores = offsets(sizes[rank].tolist()), np.cumsum(sizes, axis=1) - sizes
+    own, starts = offsets(sizes[rank].tolist()), np.cumsum(sizes, axis=1) - sizes
     ends = offsets(sizes[:, rank].tolist())
     longest = int(sizes.sum(axis=1).max())
-    return Blocks(sent, list(itertools.pairwise(own)), received, ends, befores[:, rank].tolist(), longest, sizes)
+    return Blocks(sent, list(itertools.pairwise(own)), received, ends, starts[:, rank].tolist(), longest, sizes)
 
 
 def even_alltoall_blocks(sent: np.ndarray, received: np.ndarray, ranks: int, rank: int) -> Blocks:
