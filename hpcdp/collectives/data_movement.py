@@ -208,6 +208,8 @@ def _steps_of(exchange: Exchange, world: World) -> StepsTo[Any]:
         progress.calls.agree(call)
         block_algorithms.nodes_of(world)
 
+    tag = 0
+
     def move(algorithm: str, blocks: Blocks) -> Steps:
         blocks.keep_own(world.rank)
         if shares:
@@ -215,9 +217,15 @@ def _steps_of(exchange: Exchange, world: World) -> StepsTo[Any]:
         else:
             yield from block_algorithms.ALGORITHMS[algorithm](blocks, world, tag)
 
-    steps = progress.calls.gather(call, np.array(exchange.counts, np.int64), lambda counts: exchange.then(counts, move))
-    tag = progress.tag(call.signature)
-    return steps
+    def steps() -> StepsTo[Any]:
+        nonlocal tag
+        # In the first step, during which no other thread starts an operation: the tag is that of this call.
+        counts = np.array(exchange.counts, np.int64)
+        gathering = progress.calls.gather(call, counts, lambda counts: exchange.then(counts, move))
+        tag = progress.tag(call.signature)
+        return (yield from gathering)
+
+    return steps()
 
 
 def allgather_bytes(name: str, message: np.ndarray, world: World, *facts: str) -> np.ndarray:

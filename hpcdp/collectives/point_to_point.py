@@ -93,9 +93,9 @@ def irecv(out: Array | None = None, source: int = 0, tag: int = 0, world: World 
         check_array("recv", "out", out)
         check_writeable("recv", "out", out)
     turns = world.keep(_Turns, _Turns)
-    number = turns.begin(source, tag)
 
     def steps() -> StepsTo[Array]:
+        number = turns.begin(source, tag)  # in the first step, during which no other thread starts an operation
         try:
             if not turns.is_next(source, tag, number):
                 yield [PolledRequest(lambda: turns.is_next(source, tag, number))]

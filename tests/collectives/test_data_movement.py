@@ -1,6 +1,7 @@
 """Allgather, gather, scatter and alltoall of any sizes, nonblocking forms, and what is said where calls differ."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
@@ -155,6 +156,30 @@ def test_any_number_under_way_ends_in_any_order(nodes):
 
     for n in (2, 3, 4):
         thread_comm.run(n, rank, nodes)
+
+
+def test_threads_start_operations_of_worlds_of_their_own_at_the_same_time():
+    def rank(world):
+        worlds = [world.split(0) for _ in range(4)]
+
+        def work(number):
+            part, sums = worlds[number], []
+            for step in range(20):
+                operations = [
+                    hpcdp.iallgather(np.full(step % 3, part.rank + number), part),
+                    hpcdp.iallreduce(np.full(2, part.rank + step), world=part),
+                ]
+                sums.append([operation.wait().tolist() for operation in operations])
+            return sums
+
+        with ThreadPoolExecutor(4) as pool:
+            results = list(pool.map(work, range(4)))
+        for number, sums in enumerate(results):
+            for step, (gathered, total) in enumerate(sums):
+                assert gathered == np.repeat([number, number + 1], step % 3).tolist()
+                assert total == [1 + 2 * step] * 2
+
+    thread_comm.run(2, rank)
 
 
 @pytest.mark.parametrize("nodes", [None, 1])
