@@ -26,7 +26,7 @@ from ..errors import UnsupportedError
 from . import blocks as block_algorithms
 from . import intra_node
 from .blocks import Blocks, offsets
-from .staging import bytes_of, checked_root, movable, ranks_of
+from .staging import accepts_tensors, bytes_of, checked_root, movable, ranks_of
 
 T = TypeVar("T")
 
@@ -36,6 +36,7 @@ _MOST_AXES = 64
 """The most axes of a NumPy array."""
 
 
+@accepts_tensors
 def gather(x: Array, root: int = 0, world: World | None = None) -> Array | None:
     """Gather every rank's ``x`` on rank ``root``, concatenated along axis 0; every rank must call.
 
@@ -55,11 +56,13 @@ def gather(x: Array, root: int = 0, world: World | None = None) -> Array | None:
     return run("gather", world, x, root)
 
 
+@accepts_tensors
 def igather(x: Array, root: int = 0, world: World | None = None) -> Operation[Array | None]:
     """Start a `gather`, whose arguments and errors it has; ``wait()`` returns its result."""
     return start("igather", world, x, root)
 
 
+@accepts_tensors
 def scatter(x: Array | None, root: int = 0, world: World | None = None, splits: Sequence[int] | None = None) -> Array:
     """Send each rank its rows of the array ``x`` of rank ``root``; every rank must call.
 
@@ -81,6 +84,7 @@ def scatter(x: Array | None, root: int = 0, world: World | None = None, splits: 
     return run("scatter", world, x, root, splits)
 
 
+@accepts_tensors
 def iscatter(
     x: Array | None, root: int = 0, world: World | None = None, splits: Sequence[int] | None = None
 ) -> Operation[Array]:
@@ -88,6 +92,7 @@ def iscatter(
     return start("iscatter", world, x, root, splits)
 
 
+@accepts_tensors
 def alltoall(x: Array, splits: Sequence[int] | None = None, world: World | None = None) -> Any:
     """Send each rank its rows of ``x`` and receive this rank's rows of every other ``x``; every rank must call.
 
@@ -108,6 +113,7 @@ def alltoall(x: Array, splits: Sequence[int] | None = None, world: World | None 
     return run("alltoall", world, x, splits)
 
 
+@accepts_tensors
 def ialltoall(x: Array, splits: Sequence[int] | None = None, world: World | None = None) -> Operation[Any]:
     """Start an `alltoall`, whose arguments and errors it has; ``wait()`` returns its result."""
     return start("ialltoall", world, x, splits)
