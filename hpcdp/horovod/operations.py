@@ -99,7 +99,8 @@ class Handle:
     def wait(self) -> Any:
         """Block until the operation is complete, and return its result."""
         if self._finish is not None:
-            self._result = self._finish(self._operation.wait())
+            with torch.no_grad():
+                self._result = self._finish(self._operation.wait())
             self._finish = None
         return self._result
 
@@ -289,8 +290,7 @@ def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
     """Overwrite ``tensor`` with that of rank ``root_rank``, and return it."""
-    with torch.no_grad():
-        return broadcast_async_(tensor, root_rank, name, process_set).wait()  # type: ignore[no-any-return]
+    return broadcast_async_(tensor, root_rank, name, process_set).wait()  # type: ignore[no-any-return]
 
 
 def alltoall_async(
@@ -425,7 +425,8 @@ def _start(kind: str, tensors: list[torch.Tensor], process_set: ProcessSet, **ar
         dtypes = [str(x.dtype).removeprefix("torch.") for x in tensors]
         alike = {**arguments, "splits": arguments.get("splits") is not None}  # ranks differ in splits
         _turns(world).announce({"kind": kind, "shapes": shapes, "dtypes": dtypes, "arguments": alike})
-    return _STARTERS[kind](tensors, world, **arguments)
+    with torch.no_grad():  # parameters may be changed in place
+        return _STARTERS[kind](tensors, world, **arguments)
 
 
 def _take_part(event: dict[str, Any]) -> None:
@@ -490,12 +491,13 @@ def reduction_named(operation: str, op: ReduceOp | None, average: bool | None) -
 def _scale_(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     """Multiply ``tensor`` in place: integers in double precision, halves in single precision."""
     if factor != 1:
-        if not tensor.is_floating_point():
-            tensor.copy_(tensor.double() * factor)
-        elif tensor.dtype in _HALVES:
-            tensor.copy_(tensor.float() * factor)
-        else:
-            tensor.mul_(factor)
+        with torch.no_grad():  # it may be a parameter
+            if not tensor.is_floating_point():
+                tensor.copy_(tensor.double() * factor)
+            elif tensor.dtype in _HALVES:
+                tensor.copy_(tensor.float() * factor)
+            else:
+                tensor.mul_(factor)
     return tensor
 
 

@@ -247,6 +247,7 @@ def DistributedOptimizer(
     operation = "DistributedOptimizer"
     passes = whole_number(operation, "backward_passes_per_step", backward_passes_per_step, 1)
     reduction_named(operation, op, None)
+    process_set.require_registered()
     if gradient_predivide_factor != 1 and op is not Average:
         expected = "1 unless op is hvd.Average"
         raise ConfigError(

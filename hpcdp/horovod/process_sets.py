@@ -35,16 +35,24 @@ class ProcessSet:
 
     @property
     def world(self) -> World:
-        """The ranks as a world; `ConfigError` if this rank is not included, or the set not connected."""
-        if self._world is not None:
-            return self._world
-        if self is global_process_set:
-            expected, got, remedy = "hvd.init() first", "no call of it", None
-        elif self.process_set_id is None:
-            expected, got, remedy = "a process set that is registered", repr(self), "call hvd.add_process_set()"
-        else:
-            expected, got, remedy = f"a rank of {self.ranks}", f"rank {rank()}", "check process_set.included()"
-        raise ConfigError("horovod", where="process_set", expected=expected, got=got, remedy=remedy)
+        """The ranks as a world; `ConfigError` if this rank is not included, or the set not registered."""
+        if self._world is None:
+            self.require_registered()
+            raise ConfigError(
+                "horovod", where="process_set", expected=f"a rank of {self.ranks}", got=f"rank {rank()}",
+                remedy="check process_set.included()",
+            )  # fmt: skip
+        return self._world
+
+    def require_registered(self) -> None:
+        """Raise `ConfigError` unless `init` or `add_process_set` has registered the set."""
+        if self.process_set_id is None:
+            is_global = self is global_process_set
+            raise ConfigError(
+                "horovod", where="process_set", expected="a process set that is registered",
+                got="no call of hvd.init()" if is_global else repr(self),
+                remedy="call hvd.init() first" if is_global else "call hvd.add_process_set()",
+            )  # fmt: skip
 
     def size(self) -> int:
         """Return the number of ranks of the set."""

@@ -81,6 +81,13 @@ def test_factors_before_and_after(dtype):
     assert x.equal(of_rank(hvd.rank(), dtype))
 
 
+def test_parameters_are_changed_in_place():
+    weight = torch.nn.Parameter(of_rank(hvd.rank()))
+    assert hvd.synchronize(hvd.broadcast_async_(weight, 0)) is weight and weight.equal(of_rank(0))
+    assert hvd.allreduce_(weight, op=hvd.Sum, postscale_factor=0.5) is weight
+    assert weight.requires_grad and weight.equal(of_rank(0) * hvd.size() / 2)
+
+
 def test_many_operations_under_way_end_in_any_order():
     me = hvd.rank()
     shapes = [(17,) * dims for dims in (1, 2, 3)] + [(0,), ()]
@@ -379,5 +386,7 @@ def test_start_again_after_shutdown():
     assert not hvd.is_initialized()
     with pytest.raises(ConfigError, match=r"hvd\.init\(\)"):
         hvd.rank()
+    with pytest.raises(ConfigError, match=r"hvd\.init\(\)"):
+        distributed(network())
     hvd.init()
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum) == hvd.size()
