@@ -177,7 +177,7 @@ def _scattered(
     count = ends[world.rank + 1] - ends[world.rank]
     host = on_host(x)
     if out is not None:
-        check_like(operation, out, (count,), x)
+        check_like(operation, out, (count,), x.dtype)
     in_place = type(x) is np.ndarray and x.flags.carray and type(out) is np.ndarray and np.shares_memory(x, out)
     work = host.reshape(-1) if in_place else np.array(host, order="C").reshape(-1)
     return plan, work, np.empty(count, host.dtype) if world.size > 1 else work.copy()

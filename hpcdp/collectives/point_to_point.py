@@ -73,7 +73,7 @@ def isend(x: Array, dest: int, tag: int = 0, world: World | None = None) -> Oper
         data = [comm.isend(bytes_of(host), dest, _tag(comm, tag, 1))] if follows else []
         yield [*data, comm.isend_whole(message, dest, _tag(comm, tag, 0))]
 
-    return ProgressEngine.of(world).start(f"send to rank {dest}", steps(), x, is_of_all=False)
+    return ProgressEngine.of(world).start(f"send to rank {dest}", steps(), x, dest)
 
 
 @accepts_tensors
@@ -116,7 +116,7 @@ def irecv(out: Array | None = None, source: int = 0, tag: int = 0, world: World 
         finally:
             turns.end(source, tag)
 
-    return ProgressEngine.of(world).start(f"recv from rank {source}", steps(), out, is_of_all=False)
+    return ProgressEngine.of(world).start(f"recv from rank {source}", steps(), out, source)
 
 
 @accepts_tensors

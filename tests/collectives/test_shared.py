@@ -1,7 +1,7 @@
 """Collectives in a node's memory: nothing is sent."""
 
 import numpy as np
-import pytest
+from raises import raises
 
 from hpcdp.collectives import allgather, allreduce, broadcast, reduce
 from hpcdp.comm import thread_comm
@@ -20,10 +20,10 @@ def test_nothing_is_sent():
 
 
 def test_several_nodes_are_refused_by_name():
-    with pytest.raises(UnsupportedError, match="expected one node whose ranks share memory"):
+    with raises(UnsupportedError, operation="allreduce", where="algorithm='shared'", got=2):
         thread_comm.run(4, lambda world: allreduce(np.zeros(3), world=world, algorithm="shared"), ranks_per_node=2)
 
 
 def test_a_dtype_without_a_kernel_is_told():
-    with pytest.raises(UnsupportedError, match="of 8, 32 or 64 bits, got int16"):
+    with raises(UnsupportedError, operation="allreduce", where="algorithm='shared'", expected=[8, 32, 64], got="int16"):
         thread_comm.run(2, lambda world: allreduce(np.zeros(3, "i2"), world=world, algorithm="shared"))
