@@ -380,6 +380,9 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 def join(device: Any = -1) -> int:
     """Take part in the operations of other ranks with zeros until all ranks have joined; every rank must call.
 
+    Others may call functions of this module without gradients meanwhile, but `allreduce` with one, and
+    `DistributedOptimizer`. They must not broadcast or gather objects, parameters or states.
+
     Args:
         device: ignored; the zeros lie in host memory.
 
