@@ -49,8 +49,8 @@ train: $(VENV)/installed  ## train LeNet on handwritten digits
 test: $(VENV)/installed-torch  ## run the tests, also on 1, 2, 3 and 4 MPI ranks
 	@$(BIN)/python tests/run.py $(ARGS)
 
-test-torch: $(VENV)/installed-torch  ## run the tests of hpcdp.torch alone
-	@$(BIN)/python tests/run.py tests/torch $(ARGS)
+test-torch: $(VENV)/installed-torch  ## run the tests of hpcdp.torch and hpcdp.horovod alone
+	@$(BIN)/python tests/run.py tests/torch tests/horovod $(ARGS)
 
 test-thorough: $(VENV)/installed-torch  ## run the tests with all cases and random inputs (long)
 	@HPCDP_TEST_THOROUGH=1 $(BIN)/python tests/run.py --limit-s 3600 $(ARGS)

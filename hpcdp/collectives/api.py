@@ -19,6 +19,7 @@ from . import data_movement, registry
 from .data_movement import started
 from .registry import CHOICES, Algorithm, find
 from .staging import (
+    accepts_tensors,
     bring_back,
     check_like,
     check_writeable,
@@ -44,6 +45,7 @@ _MOST_PLANS = 4096
 _NO_PLANS: dict[object, Any] = {}
 
 
+@accepts_tensors
 def allreduce(
     x: ArrayT, op: str | Monoid = "sum", world: World | None = None, algorithm: str = "auto", out: ArrayT | None = None
 ) -> ArrayT:
@@ -52,9 +54,9 @@ def allreduce(
     Every rank must call with the same shape, dtype, op and algorithm, in the same order, from one thread at a time.
 
     Args:
-        x: array of any shape, possibly empty or not contiguous: NumPy, CuPy, or another kind that converts to host
-            memory. dtype: float16 or bfloat16 (accumulated in float32), float32, float64, or an integer (sums wrap
-            around).
+        x: array of any shape, possibly empty or not contiguous: of NumPy, CuPy, PyTorch, or another kind that converts
+            to host memory. A tensor must not require a gradient: see `hpcdp.torch.functional`. dtype: float16 or
+            bfloat16 (accumulated in float32), float32, float64, or an integer (sums wrap around).
         op: ``"sum"``, ``"mean"`` (of integers rounded towards zero, in their dtype), ``"min"``, ``"max"``, ``"prod"``,
             or a `Monoid`. A NaN wins min and max.
         world: the ranks; default `hpcdp.init()`.
@@ -89,6 +91,7 @@ def allreduce(
     return target
 
 
+@accepts_tensors
 def iallreduce(
     x: ArrayT, op: str | Monoid = "sum", world: World | None = None, algorithm: str = "auto", out: ArrayT | None = None
 ) -> Operation[ArrayT]:
@@ -121,6 +124,7 @@ def iallreduce(
     return started("iallreduce", then_copied_back(), staged, world)
 
 
+@accepts_tensors
 def reduce_scatter(
     x: Array, op: str | Monoid = "sum", world: World | None = None, algorithm: str = "auto", out: Array | None = None
 ) -> Array:
@@ -148,6 +152,7 @@ def reduce_scatter(
     return _shard(result, x, out)
 
 
+@accepts_tensors
 def ireduce_scatter(
     x: Array, op: str | Monoid = "sum", world: World | None = None, algorithm: str = "auto", out: Array | None = None
 ) -> Operation[Array]:
@@ -186,6 +191,7 @@ def _shard(result: np.ndarray, x: Array, out: Array | None) -> Array:
     return out
 
 
+@accepts_tensors
 def allgather(x: Array, world: World | None = None, algorithm: str = "auto", out: Array | None = None) -> Array:
     """Gather every rank's ``x`` on all ranks, concatenated along axis 0; every rank must call.
 
@@ -215,6 +221,7 @@ def allgather(x: Array, world: World | None = None, algorithm: str = "auto", out
     return out
 
 
+@accepts_tensors
 def iallgather(
     x: Array, world: World | None = None, algorithm: str = "auto", out: Array | None = None
 ) -> Operation[Array]:
@@ -257,6 +264,7 @@ def _own_shard(gathered: np.ndarray, x: np.ndarray, world: World) -> np.ndarray:
     return shard
 
 
+@accepts_tensors
 def broadcast(x: ArrayT, root: int = 0, world: World | None = None, algorithm: str = "auto") -> ArrayT:
     """Overwrite ``x`` on all ranks with the values of rank ``root``; every rank must call.
 
@@ -281,6 +289,7 @@ def broadcast(x: ArrayT, root: int = 0, world: World | None = None, algorithm: s
     return _received("broadcast", staged, x, world.rank == root)
 
 
+@accepts_tensors
 def ibroadcast(x: ArrayT, root: int = 0, world: World | None = None, algorithm: str = "auto") -> Operation[ArrayT]:
     """Start a `broadcast`, whose arguments and errors it has; as `iallreduce`."""
     world = ranks_of(world)
@@ -309,6 +318,7 @@ def _received(operation: str, staged: np.ndarray, x: ArrayT, is_root: bool) -> A
     return x
 
 
+@accepts_tensors
 def reduce(
     x: ArrayT,
     op: str | Monoid = "sum",
@@ -340,6 +350,7 @@ def reduce(
     return target
 
 
+@accepts_tensors
 def ireduce(
     x: ArrayT,
     op: str | Monoid = "sum",
@@ -467,8 +478,7 @@ def _planned(operation: str, x: Array, op: str | Monoid, algorithm: str, world: 
 def _validated(operation: str, x: Array, op: str | Monoid, algorithm: str, world: World, root: int) -> _Plan:
     if not hasattr(x.dtype, "kind"):
         got = f"a {type(x).__name__} of {x.dtype}"
-        remedy = "pass x.numpy() for a PyTorch tensor in host memory"
-        raise UnsupportedError(operation, where="x", expected="an array of NumPy or CuPy", got=got, remedy=remedy)
+        raise UnsupportedError(operation, where="x", expected="an array of NumPy, CuPy or PyTorch", got=got)
     moved = op is _MOVED
     known = "iufbc" if moved else "iuf"  # data that is only moved may be complex or bool, too
     dtype = np.dtype(x.dtype.str) if x.dtype.kind in known else x.dtype

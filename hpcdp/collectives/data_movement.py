@@ -28,7 +28,7 @@ from ..errors import UnsupportedError
 from . import blocks as block_algorithms
 from . import intra_node
 from .blocks import Blocks, offsets
-from .staging import bring_back, bytes_of, check_like, checked_root, movable, ranks_of
+from .staging import accepts_tensors, bring_back, bytes_of, check_like, checked_root, movable, ranks_of
 
 T = TypeVar("T")
 
@@ -42,6 +42,7 @@ _MOST_AXES = 64
 """The most axes of a NumPy array."""
 
 
+@accepts_tensors
 def gather(x: Array, root: int = 0, world: World | None = None, out: Array | None = None) -> Array | None:
     """Gather every rank's ``x`` on rank ``root``, concatenated along axis 0; every rank must call.
 
@@ -62,11 +63,13 @@ def gather(x: Array, root: int = 0, world: World | None = None, out: Array | Non
     return run("gather", world, x, root, out)
 
 
+@accepts_tensors
 def igather(x: Array, root: int = 0, world: World | None = None, out: Array | None = None) -> Operation[Array | None]:
     """Start a `gather`, whose arguments and errors it has; ``wait()`` returns its result."""
     return start("igather", world, x, root, out)
 
 
+@accepts_tensors
 def scatter(
     x: Array | None,
     root: int = 0,
@@ -95,6 +98,7 @@ def scatter(
     return run("scatter", world, x, root, splits, out)
 
 
+@accepts_tensors
 def iscatter(
     x: Array | None,
     root: int = 0,
@@ -106,6 +110,7 @@ def iscatter(
     return start("iscatter", world, x, root, splits, out)
 
 
+@accepts_tensors
 def alltoall(
     x: Array, splits: Sequence[int] | None = None, world: World | None = None, out: Array | None = None
 ) -> Any:
@@ -129,6 +134,7 @@ def alltoall(
     return run("alltoall", world, x, splits, out)
 
 
+@accepts_tensors
 def ialltoall(
     x: Array, splits: Sequence[int] | None = None, world: World | None = None, out: Array | None = None
 ) -> Operation[Any]:

@@ -23,9 +23,10 @@ from ..errors import UnsupportedError
 from . import api, blocks, data_movement
 from .blocks import offsets
 from .data_movement import Exchange, Move
-from .staging import bring_back, bytes_of, check_writeable, movable, ranks_of
+from .staging import accepts_tensors, bring_back, bytes_of, check_writeable, movable, ranks_of
 
 
+@accepts_tensors
 def grouped_allreduce(
     xs: Sequence[Array], op: str | Monoid = "sum", world: World | None = None, algorithm: str = "auto"
 ) -> list[Array]:
@@ -47,6 +48,7 @@ def grouped_allreduce(
     return igrouped_allreduce(xs, op, world, algorithm).wait()
 
 
+@accepts_tensors
 def igrouped_allreduce(
     xs: Sequence[Array], op: str | Monoid = "sum", world: World | None = None, algorithm: str = "auto"
 ) -> Operation[list[Array]]:
@@ -69,6 +71,7 @@ def igrouped_allreduce(
     return _when_complete(name, operations, finish, group, world)
 
 
+@accepts_tensors
 def grouped_reduce_scatter(
     xs: Sequence[Array], op: str | Monoid = "sum", world: World | None = None, algorithm: str = "auto"
 ) -> list[Array]:
@@ -89,6 +92,7 @@ def grouped_reduce_scatter(
     return igrouped_reduce_scatter(xs, op, world, algorithm).wait()
 
 
+@accepts_tensors
 def igrouped_reduce_scatter(
     xs: Sequence[Array], op: str | Monoid = "sum", world: World | None = None, algorithm: str = "auto"
 ) -> Operation[list[Array]]:
@@ -121,6 +125,7 @@ def igrouped_reduce_scatter(
     return _when_complete(name, operations, finish, group, world)
 
 
+@accepts_tensors
 def grouped_allgather(xs: Sequence[Array], world: World | None = None) -> list[Array]:
     """Gather every rank's arrays on all ranks, each concatenated along axis 0; every rank must call.
 
@@ -139,6 +144,7 @@ def grouped_allgather(xs: Sequence[Array], world: World | None = None) -> list[A
     return data_movement.run_exchange(_gathering("grouped_allgather", xs, world), world, xs)
 
 
+@accepts_tensors
 def igrouped_allgather(xs: Sequence[Array], world: World | None = None) -> Operation[list[Array]]:
     """Start a `grouped_allgather`, whose arguments and errors it has; ``wait()`` returns its result."""
     world = ranks_of(world)
@@ -170,6 +176,7 @@ def _gathering(name: str, xs: Sequence[Array], world: World) -> Exchange:
     return Exchange(Call(name, f"{name} of {len(hosts)} arrays", *facts), [len(host) for host in hosts], then)
 
 
+@accepts_tensors
 def grouped_broadcast(xs: Sequence[Array], root: int = 0, world: World | None = None) -> list[Array]:
     """Overwrite every array of a list on all ranks with the values of rank ``root``; every rank must call.
 
@@ -187,6 +194,7 @@ def grouped_broadcast(xs: Sequence[Array], root: int = 0, world: World | None = 
     return igrouped_broadcast(xs, root, world).wait()
 
 
+@accepts_tensors
 def igrouped_broadcast(xs: Sequence[Array], root: int = 0, world: World | None = None) -> Operation[list[Array]]:
     """Start a `grouped_broadcast`, whose arguments and errors it has; ``wait()`` returns its result."""
     name, world = "grouped_broadcast", ranks_of(world)

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ..comm import World
+from ..core.array_kinds import kind_named, kinds
 from ..core.arrays import dtype_of, has_namespace, is_float, native, to_host
 from ..core.checks import described
 from ..errors import UnsupportedError, type_named
@@ -71,7 +72,8 @@ def broadcast_object(value: Any = None, root: int = 0, world: World | None = Non
         world: the ranks; default `hpcdp.init()`.
 
     Returns:
-        ``value`` itself on ``root``, an equal object on other ranks, with arrays of NumPy in host memory.
+        ``value`` itself on ``root``, an equal object on other ranks, with arrays of NumPy, and tensors of PyTorch
+            without gradients, in host memory.
 
     Raises:
         UnsupportedError: ``value`` contains anything else, which is named; on every rank.
@@ -273,6 +275,9 @@ class _Encoder:
             return ["dtype", _dtype_name(value)]
         if isinstance(value, np.generic) or kind is np.ndarray or has_namespace(value):
             return self._array(value, where)
+        tensors = kinds[kind]
+        if tensors is not None:
+            return ["tensor", tensors.name, self._array(tensors.as_values(value), where)]
         return self._refuse(where, _KINDS, type_named(value))
 
     def _mapping(self, value: Any, where: str, depth: int) -> Any:
@@ -321,6 +326,8 @@ class _Decoder:
             return dtype_of(rest[0])
         if kind in ("array", "scalar"):
             return self._array(kind, *rest)
+        if kind == "tensor":
+            return kind_named(rest[0]).of_array(self.value(rest[1]))
         module, name, *rest = rest
         found = _class_of(module, name)
         if kind == "enum":

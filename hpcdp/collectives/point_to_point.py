@@ -18,7 +18,16 @@ from ..comm.tasks import Operation, ProgressEngine
 from ..core.arrays import BFLOAT16, Array, dtype_of
 from ..core.checks import whole_number
 from ..errors import MismatchError
-from .staging import bring_back, bytes_of, check_array, check_writeable, checked_root, movable, ranks_of
+from .staging import (
+    accepts_tensors,
+    bring_back,
+    bytes_of,
+    check_array,
+    check_writeable,
+    checked_root,
+    movable,
+    ranks_of,
+)
 
 SHORT_NBYTES = 64 << 10
 """The longest data that the message with the shape carries: they are copied, but need no second message."""
@@ -29,6 +38,7 @@ _KIND, _AXES, _FOLLOWS, _SHAPE = range(4)  # words of a message: dtype, axes, wh
 _WORD, _MOST_AXES = 8, 64
 
 
+@accepts_tensors
 def send(x: Array, dest: int, tag: int = 0, world: World | None = None) -> None:
     """Send ``x`` to rank ``dest``, which calls `recv`; return when ``x`` may change again.
 
@@ -48,6 +58,7 @@ def send(x: Array, dest: int, tag: int = 0, world: World | None = None) -> None:
     isend(x, dest, tag, world).wait()
 
 
+@accepts_tensors
 def isend(x: Array, dest: int, tag: int = 0, world: World | None = None) -> Operation[None]:
     """Start a `send`, whose arguments and errors it has; ``x`` may not change before the end."""
     world = ranks_of(world)
@@ -65,6 +76,7 @@ def isend(x: Array, dest: int, tag: int = 0, world: World | None = None) -> Oper
     return ProgressEngine.of(world).start(f"send to rank {dest}", steps(), x, dest)
 
 
+@accepts_tensors
 def recv(out: Array | None = None, source: int = 0, tag: int = 0, world: World | None = None) -> Array:
     """Receive an array that rank ``source`` sends.
 
@@ -85,6 +97,7 @@ def recv(out: Array | None = None, source: int = 0, tag: int = 0, world: World |
     return irecv(out, source, tag, world).wait()
 
 
+@accepts_tensors
 def irecv(out: Array | None = None, source: int = 0, tag: int = 0, world: World | None = None) -> Operation[Array]:
     """Start a `recv`, whose arguments and errors it has; ``wait()`` returns its result."""
     world = ranks_of(world)
@@ -106,6 +119,7 @@ def irecv(out: Array | None = None, source: int = 0, tag: int = 0, world: World 
     return ProgressEngine.of(world).start(f"recv from rank {source}", steps(), out, source)
 
 
+@accepts_tensors
 def sendrecv(
     x: Array, dest: int, source: int, out: Array | None = None, tag: int = 0, world: World | None = None
 ) -> Array:

@@ -3,20 +3,112 @@
 The algorithms work on flat host arrays. GPU arrays are staged in pinned host memory, which a GPU reads and writes
 several times as fast as pageable memory. CuPy caches it; ``cupy.get_default_pinned_memory_pool().free_all_blocks()``
 frees it.
+
+`accepts_tensors` lets a function take tensors of PyTorch, and of other kinds in `array_kinds`, as arrays.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import operator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
 from ..comm import World, init
+from ..comm.tasks import Operation
+from ..core.array_kinds import ArrayKind, kinds
 from ..core.arrays import Array, copied_to_host, from_host, is_cupy, is_float, on_device_of, to_host
 from ..core.devices import Device, Streams, to_device_of
 from ..core.state import refuse_change
 from ..errors import UnsupportedError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+_ARRAY_ARGUMENTS = ("x", "xs", "out")
+"""The names of arguments that may be tensors or lists of them."""
+
+_plain_types: set[type] = {np.ndarray, type(None)}
+"""Types of arguments that are no tensor and contain none; extended at the first argument of another type."""
+
+
+def accepts_tensors(function: Callable[P, T]) -> Callable[P, T]:
+    """Return ``function`` so that its arrays may be tensors, also in lists; then results are tensors, too.
+
+    An argument in which the function leaves its result is returned itself. A nonblocking operation returns tensors from
+    ``wait()``. The wrapper is compiled with the parameters of ``function``, as the methods of dataclasses are, because
+    ``*args, **kwargs`` would cost four times as much.
+    """
+    code = function.__code__  # type: ignore[attr-defined]
+    by_place = code.co_varnames[: code.co_argcount]
+    by_name = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
+    star = ["*"] if by_name else []
+    is_plain = " and ".join(f"type({name}) in plain" for name in by_place + by_name if name in _ARRAY_ARGUMENTS)
+    namespace: dict[str, Any] = {"function": function, "plain": _plain_types, "with_tensors": _with_tensors}
+    source = f"""
+def {function.__name__}({", ".join([*by_place, *star, *by_name])}):
+    if {is_plain}:
+        return function({", ".join([*by_place, *(f"{name}={name}" for name in by_name)])})
+    return with_tensors(function, {", ".join(f"{name}={name}" for name in by_place + by_name)})
+"""
+    exec(compile(source, "<accepts_tensors>", "exec"), namespace)
+    made = namespace[function.__name__]
+    made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__  # type: ignore[attr-defined]
+    return functools.update_wrapper(made, function)  # type: ignore[no-any-return]
+
+
+def _with_tensors(function: Callable[..., Any], /, **arguments: Any) -> Any:
+    call = _TensorCall(function.__name__)
+    arrays = {name: call.array(name, x) if name in _ARRAY_ARGUMENTS else x for name, x in arguments.items()}
+    with call.order:
+        result = function(**arrays)
+    return call.in_kind(result)
+
+
+class _TensorCall:
+    """The tensors of one call, and their arrays."""
+
+    def __init__(self, operation: str) -> None:
+        self.order = contextlib.ExitStack()
+        self._operation = operation
+        self._kind: ArrayKind | None = None
+        self._given: list[tuple[Array, Any]] = []
+
+    def array(self, where: str, x: Any) -> Any:
+        """Return an array over the memory of a tensor, a list with arrays for its tensors, or ``x`` itself."""
+        if type(x) is list or type(x) is tuple:
+            return [self.array(f"{where}[{i}]", item) for i, item in enumerate(x)]
+        kind = kinds[type(x)]
+        if kind is None:
+            _plain_types.add(type(x))
+            self._given.append((x, x))
+            return x
+        array = kind.as_array(self._operation, where, x)
+        if self._kind is None:
+            self._kind = kind
+            self.order.enter_context(kind.ordered_with(x))
+        self._given.append((array, x))
+        return array
+
+    def in_kind(self, result: Any) -> Any:
+        """Return a result with tensors for its arrays."""
+        if self._kind is None or result is None:
+            return result
+        if isinstance(result, Operation):
+            result.convert = self.in_kind
+            return result
+        if isinstance(result, (list, tuple)):
+            return type(result)(self.in_kind(item) for item in result)
+        for array, x in self._given:
+            if array is result:
+                if array is not x:
+                    self._kind.written(x)
+                return x
+        return self._kind.of_array(result)
 
 
 def to_host_memory(x: Array) -> np.ndarray:
@@ -41,6 +133,9 @@ def bring_back(host: np.ndarray, target: Array) -> None:
     else:
         with on_device_of(target):
             target[...] = from_host(host, target)
+        if is_cupy(target):  # a nonblocking operation copies on another stream than its caller's
+            streams = Streams(Device.of(target))
+            streams.synchronize(streams.current())
 
 
 def _is_quick(x: Array) -> bool:

@@ -67,6 +67,8 @@ class Operation(Generic[T]):
         self.waited_s = 0.0
         self.value: T
         """The result, once it is complete."""
+        self.convert: Callable[[T], Any] | None = None
+        """Makes what `wait` returns of the result, for callers whose arrays are of another kind; called once."""
         self._test, self._watchdog = test, watchdog
         self._asked: float | None = None
 
@@ -103,6 +105,9 @@ class Operation(Generic[T]):
             HpcdpError: the operation has failed.
         """
         wait_for(self.test)
+        convert, self.convert = self.convert, None
+        if convert is not None:
+            self.value = convert(self.value)
         return self.value
 
 

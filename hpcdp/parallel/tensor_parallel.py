@@ -8,7 +8,7 @@ A tensor is either **full**, with the same bits on all ranks, or each rank has *
 the same order, and so must their backwards. Losses are computed from full tensors on every rank, and the gradient of a
 full tensor has the same bits on each.
 
-Source: Shoeybi et al., "Megatron-LM", 2019, section 3: `fan_out` is f of figure 3, and `summed` is g.
+Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
 """
 
 from __future__ import annotations
@@ -17,93 +17,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..autograd import Gradient, Tensor, on_tape
-from ..collectives import allgather, allreduce
+from ..autograd import Tensor
 from ..comm import World
 from ..comm.communicator import bounds
 from ..comm.consistency import require_same
-from ..core.arrays import Array, array_namespace
 from ..core.checks import instance, whole_number
 from ..core.state import Cut
-from ..errors import ConfigError, UnsupportedError
-from ..kernels.buffers import empty
+from ..errors import ConfigError
 from ..nn import Conv2D, Dense, Module, Parameter, functional, module
 from ..nn.init import Initialiser, Xavier, Zeros
 from ..nn.layers import require_channels, window
+from .functional import fan_out, gathered, own_channels, summed
 from .pipeline import share_replica
-
-
-def fan_out(x: Tensor, parts: World) -> Tensor:
-    """Return ``x``, full, as the input of different computations; backward sums their gradients over the ranks."""
-    if parts.size == 1:
-        return x
-
-    def pullback(gy: Array, dx: Gradient | None) -> None:
-        if dx is not None:
-            dx.add(allreduce(gy, "sum", parts, out=dx.empty()))
-
-    return on_tape(x.data, (x,), pullback)
-
-
-def summed(x: Tensor, parts: World) -> Tensor:
-    """Return the full sum over the ranks; the gradient of each ``x`` is that of the sum."""
-    if parts.size == 1:
-        return x
-    total = empty(x.shape, x.dtype, array_namespace(x.data))
-
-    def pullback(gy: Array, dx: Gradient | None) -> None:
-        if dx is not None:
-            dx.add(gy)
-
-    return on_tape(allreduce(x.data, "sum", parts, out=total), (x,), pullback)
-
-
-def gathered(x: Tensor, axis: int, ends: Sequence[int], parts: World) -> Tensor:
-    """Return the full tensor from each rank's channels along ``axis``; backward returns each rank its gradient.
-
-    ``ends`` are the bounds of the ranks' channels, ``parts.size + 1`` integers.
-    """
-    if parts.size == 1:
-        return x
-    own_part = _own(axis % x.ndim, ends, parts)
-
-    def pullback(gy: Array, dx: Gradient | None) -> None:
-        if dx is not None:
-            dx.add(array_namespace(gy).ascontiguousarray(gy[own_part]))
-
-    return on_tape(_join(x.data, axis, ends, parts), (x,), pullback)
-
-
-def own_channels(x: Tensor, axis: int, ends: Sequence[int], parts: World) -> Tensor:
-    """Return this rank's channels of the full ``x``; backward gathers the gradient. ``ends`` are as in `gathered`."""
-    if x.ndim < 2 or x.shape[axis] != ends[-1]:
-        expected = f"{ends[-1]} channels along axis {axis}, to be split over {parts.size} ranks"
-        raise UnsupportedError("own_channels", expected=expected, got=tuple(x.shape))
-    if parts.size == 1:
-        return x
-
-    def pullback(gy: Array, dx: Gradient | None) -> None:
-        if dx is not None:
-            dx.add(_join(gy, axis, ends, parts))
-
-    channels = x.data[_own(axis % x.ndim, ends, parts)]
-    return on_tape(array_namespace(channels).ascontiguousarray(channels), (x,), pullback)
-
-
-def _own(axis: int, ends: Sequence[int], parts: World) -> tuple[slice, ...]:
-    return (*(slice(None),) * axis, slice(ends[parts.rank], ends[parts.rank + 1]))
-
-
-def _join(part: Array, axis: int, ends: Sequence[int], parts: World) -> Array:
-    """Return all ranks' channels in rank order, padded for allgather since ranks may have different numbers."""
-    xp = array_namespace(part)
-    counts = [ends[rank + 1] - ends[rank] for rank in range(parts.size)]
-    channels = xp.moveaxis(part, axis, 0)
-    padded = xp.zeros((parts.size, max(counts), *channels.shape[1:]), dtype=part.dtype)
-    padded[parts.rank, : counts[parts.rank]] = channels
-    allgather(padded[parts.rank], parts, out=padded)
-    full = xp.concatenate([padded[rank, :count] for rank, count in enumerate(counts)])
-    return xp.ascontiguousarray(xp.moveaxis(full, 0, axis))
 
 
 class _SplitLayer(Module):

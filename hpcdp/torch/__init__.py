@@ -4,6 +4,7 @@
 - `sharded_optimizer`: an optimizer in which each rank updates its shard of the parameters.
 - `sync_batch_norm`: batch normalisation over the batches of all ranks.
 - `sampler`: an index sampler for each rank.
+- `functional`: collectives and messages with gradients.
 - `state`: torch's objects in checkpoints. `tensors`: parameters and buffers as arrays.
 """
 
@@ -16,7 +17,10 @@ except ImportError as _error:
         "hpcdp.torch", expected="PyTorch", got="no module named torch", remedy="pip install 'hpcdp[torch]'"
     ) from _error
 
-from . import state  # noqa: F401  (registers torch's tensors for checkpoints)
+from . import (
+    functional,
+    state,  # noqa: F401  (registers torch's tensors for checkpoints)
+)
 from .distributed import DistributedDataParallel
 from .sampler import DistributedSampler
 from .sharded_optimizer import GradScaler, ShardedOptimizer, broadcast_optimizer_state
@@ -29,4 +33,5 @@ __all__ = [
     "ShardedOptimizer",
     "SyncBatchNorm",
     "broadcast_optimizer_state",
+    "functional",
 ]

@@ -1,6 +1,7 @@
 """Parameters and buffers of PyTorch modules as arrays, and the order of an optimizer's parameters.
 
 - `as_array`, `as_tensor`: NumPy arrays on the host and CuPy arrays on a GPU that share memory with tensors, by DLPack.
+- `TensorKind`: tensors as arguments and results of collectives.
 - `on_torchs_stream`: makes torch's current stream CuPy's, too. Sums on GPUs use CuPy's stream and computation uses
   torch's; on one stream neither has to wait for the other.
 - `TorchParameter`: a torch parameter for the reducer.
@@ -26,7 +27,8 @@ from ..checkpoint.flatten import overlaps
 from ..comm import World, gpu_groups
 from ..comm.cuda_memory import GpuTransport, NodeRows, RowSize, lone_rows
 from ..comm.tasks import run_until_complete
-from ..core.arrays import Array, is_host
+from ..core import array_kinds
+from ..core.arrays import BFLOAT16, Array, dtype_of, is_bfloat16, is_host
 from ..core.devices import Device, Streams, gpu
 from ..errors import ConfigError, UnsupportedError, listed
 
@@ -62,6 +64,73 @@ def as_tensor(array: Array) -> torch.Tensor:
         return torch.from_numpy(array)
     with on_torchs_stream(Device.of(array)):
         return torch.from_dlpack(array)
+
+
+class TensorKind:
+    """Tensors as arguments and results of functions that compute on arrays, see `array_kinds`.
+
+    Host tensors and NumPy arrays share memory, GPU tensors and CuPy arrays do.
+    """
+
+    name = "torch"
+
+    def as_array(self, operation: str, where: str, x: torch.Tensor) -> Array:
+        """Return an array over the memory of ``x``.
+
+        Raises:
+            UnsupportedError: ``x`` requires a gradient, which would not pass through the operation, or it has no memory
+                that an array can describe.
+        """
+        if x.requires_grad and torch.is_grad_enabled():
+            name = operation.removeprefix("i")
+            has_gradient = name in _WITH_GRADIENTS
+            remedy = f"pass {where}.detach(), or call it within torch.no_grad()"
+            raise UnsupportedError(
+                operation, where=where, expected="a tensor that requires no gradient",
+                got="one with requires_grad=True",
+                remedy=f"{remedy}; hpcdp.torch.functional.{name} has a gradient" if has_gradient else remedy,
+            )  # fmt: skip
+        device = gpu_of(x)
+        if device is not None:
+            require_cupy(operation, where, device)
+        try:
+            values = x.detach()
+            if device is None and x.dtype == torch.bfloat16:
+                return values.view(torch.int16).numpy().view(dtype_of(BFLOAT16))
+            return as_array(values)
+        except (RuntimeError, TypeError, BufferError, ValueError) as error:
+            raise UnsupportedError(
+                operation, where=where, expected="a dense tensor in host memory or on a CUDA GPU",
+                got=f"a tensor of {x.dtype}, {x.layout}, on {x.device}", remedy="copy it to one",
+            ) from error  # fmt: skip
+
+    def as_values(self, x: torch.Tensor) -> np.ndarray:
+        """Return the values of ``x`` in host memory; it may require a gradient."""
+        array: np.ndarray = self.as_array("object", "tensor", x.detach().cpu().resolve_conj().resolve_neg())
+        return array
+
+    def of_array(self, x: Array) -> torch.Tensor:
+        """Return a tensor over the memory of ``x``, on whose current stream torch's waits for CuPy's."""
+        if not is_host(x):
+            return torch.from_dlpack(x)
+        if is_bfloat16(x):
+            return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(x)
+
+    def written(self, x: torch.Tensor) -> None:
+        """Let autograd refuse a backward that needs the values that ``x`` had before."""
+        if not x.is_inference():
+            torch.autograd.graph.increment_version(x)
+
+    def ordered_with(self, x: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which CuPy uses torch's stream."""
+        return on_torchs_stream(gpu_of(x))
+
+
+_WITH_GRADIENTS = ("allreduce", "allgather", "reduce_scatter", "alltoall", "broadcast", "send", "recv")
+"""The operations that `functional` has, too."""
+
+array_kinds.register(torch.Tensor, TensorKind())
 
 
 def give_back_cache(device: Device | None) -> None:

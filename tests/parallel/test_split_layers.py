@@ -11,7 +11,7 @@ from hpcdp import autograd, nn
 from hpcdp.autograd import Tensor
 from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, MismatchError, UnsupportedError
-from hpcdp.parallel import ColumnConv2D, ColumnDense, RowConv2D, RowDense, tensor_parallel
+from hpcdp.parallel import ColumnConv2D, ColumnDense, RowConv2D, RowDense, functional
 
 SHAPES = {mlp: (9, 6), convolutions: (5, 1, 8, 8)}
 
@@ -115,13 +115,13 @@ def test_gradients_by_central_differences(n, make):
 
 
 def test_a_column_and_a_row_layer_exchange_once_forward_and_once_backward(monkeypatch):
-    real, sizes = tensor_parallel.allreduce, []
+    real, sizes = functional.collectives.allreduce, []
 
     def noted(x, op, world, out):
         sizes.append(x.shape)
         return real(x, op, world, out=out)
 
-    monkeypatch.setattr(tensor_parallel, "allreduce", noted)
+    monkeypatch.setattr(functional.collectives, "allreduce", noted)
 
     def rank(world):
         net = nn.Sequential(ColumnDense(6, 8, world), nn.Tanh(), RowDense(8, 4, world))

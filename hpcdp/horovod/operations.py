@@ -1,0 +1,522 @@
+"""Horovod's collectives on PyTorch tensors, over those of hpcdp.
+
+Every ``..._async`` function starts an operation and returns a `Handle` for `poll` and `synchronize`. Functions without
+it wait, and have gradients, with Horovod's scales: the gradient of a sum is the sum of the gradients, and those of an
+allgather or broadcast are averaged.
+
+Common arguments:
+    name: ignored; operations are matched by their order.
+    op: `Sum`, `Average` (the default), `Min`, `Max` or `Product`.
+    average: Horovod's older form of ``op``: True for `Average`, False for `Sum`.
+    prescale_factor: multiplies what this rank passes.
+    postscale_factor: multiplies the result.
+    process_set: the ranks; default all.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from .. import collectives
+from ..comm import World
+from ..comm.tasks import Operation
+from ..core.checks import instance
+from ..errors import ConfigError, UnsupportedError
+from ..torch import functional
+from .join import Turns
+from .process_sets import ProcessSet, global_process_set
+
+
+class ReduceOp(enum.Enum):
+    """How values of ranks are combined; the values are hpcdp's names."""
+
+    AVERAGE = "mean"
+    SUM = "sum"
+    MIN = "min"
+    MAX = "max"
+    PRODUCT = "prod"
+    ADASUM = "adasum"
+
+
+Average, Sum, Min, Max = ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX
+Product, Adasum = ReduceOp.PRODUCT, ReduceOp.ADASUM
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+class _NoCompression:
+    """Send tensors as they are."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Return what is sent, and what `decompress` needs."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, context: Any) -> torch.Tensor:
+        """Return a result in the dtype of what was passed to `compress`."""
+        return tensor if context is None else tensor.to(context)
+
+
+class _Fp16Compression(_NoCompression):
+    """Send floats as float16."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Return what is sent, and what `decompress` needs."""
+        return (tensor.half(), tensor.dtype) if tensor.is_floating_point() else (tensor, None)
+
+
+class Compression:
+    """How tensors are encoded before they are sent."""
+
+    none = _NoCompression
+    fp16 = _Fp16Compression
+
+
+class Handle:
+    """An operation in progress.
+
+    Args:
+        operation: the operation of hpcdp.
+        finish: makes the result from that of the operation.
+    """
+
+    def __init__(self, operation: Operation[Any], finish: Callable[[Any], Any]) -> None:
+        self._operation = operation
+        self._finish: Callable[[Any], Any] | None = finish
+        self._result: Any = None
+
+    def poll(self) -> bool:
+        """Return whether the operation is complete; never block."""
+        return self._finish is None or self._operation.test()
+
+    def wait(self) -> Any:
+        """Block until the operation is complete, and return its result."""
+        if self._finish is not None:
+            with torch.no_grad():
+                self._result = self._finish(self._operation.wait())
+            self._finish = None
+        return self._result
+
+
+def poll(handle: Handle) -> bool:
+    """Return whether an operation is complete; never block."""
+    return instance("poll", "handle", handle, Handle, "the result of an _async function").poll()
+
+
+def synchronize(handle: Any) -> Any:
+    """Block until an operation is complete, and return its result."""
+    return handle() if callable(handle) else handle.wait()
+
+
+def allreduce_async(
+    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> Handle:  # fmt: skip
+    """Start the reduction of ``tensor``, which stays as it is; the result is a new tensor."""
+    return allreduce_async_(tensor.detach().clone(), average, name, op, prescale_factor, postscale_factor, process_set)
+
+
+def allreduce_async_(
+    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> Handle:  # fmt: skip
+    """Start the reduction of ``tensor`` in place."""
+    how = reduction_named("allreduce", op, average)
+    _scale_(tensor, prescale_factor)
+    operation = _start("allreduce", [tensor], process_set, op=how)
+    return Handle(operation, lambda result: _scale_(result, postscale_factor))
+
+
+def allreduce(
+    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, compression: Any = Compression.none,
+    op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:  # fmt: skip
+    """Return the reduction of ``tensor``, which stays as it is."""
+    compressed, context = compression.compress(tensor)
+
+    def reduced(x: torch.Tensor) -> torch.Tensor:
+        return allreduce_async(x, average, name, op, prescale_factor, postscale_factor, process_set).wait()  # type: ignore[no-any-return]
+
+    def pulled_back(gradient: torch.Tensor) -> torch.Tensor:
+        if reduction_named("allreduce", op, average) not in (Sum.value, Average.value):
+            raise UnsupportedError("backward", expected="an allreduce by Sum or Average", got=str(op))
+        return allreduce(gradient, average, name, Compression.none, op, prescale_factor, postscale_factor, process_set)
+
+    result = _WithGradient.apply(compressed, reduced, pulled_back)  # type: ignore[no-untyped-call]
+    return compression.decompress(result, context)  # type: ignore[no-any-return]
+
+
+def allreduce_(
+    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:  # fmt: skip
+    """Reduce ``tensor`` in place, and return it."""
+    handle = allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
+    return handle.wait()  # type: ignore[no-any-return]
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None,
+    op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:  # fmt: skip
+    """Start the reduction of all ``tensors``, which stay as they are, as one operation."""
+    copies = [tensor.detach().clone() for tensor in tensors]
+    return grouped_allreduce_async_(copies, average, name, op, prescale_factor, postscale_factor, process_set)
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None,
+    op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:  # fmt: skip
+    """Start the reduction of all ``tensors`` in place, as one operation."""
+    how = reduction_named("grouped_allreduce", op, average)
+    for tensor in tensors:
+        _scale_(tensor, prescale_factor)
+    operation = _start("grouped_allreduce", list(tensors), process_set, op=how)
+    return Handle(operation, lambda results: [_scale_(result, postscale_factor) for result in results])
+
+
+def grouped_allreduce(
+    tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None,
+    compression: Any = Compression.none, op: ReduceOp | None = None, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Return the reductions of all ``tensors``, which stay as they are."""
+    if _needs_gradient(*tensors):
+        return [
+            allreduce(tensor, average, name, compression, op, prescale_factor, postscale_factor, process_set)
+            for tensor in tensors
+        ]
+    compressed, contexts = zip(*(compression.compress(tensor) for tensor in tensors), strict=True)
+    handle = grouped_allreduce_async(compressed, average, name, op, prescale_factor, postscale_factor, process_set)
+    return [compression.decompress(*pair) for pair in zip(handle.wait(), contexts, strict=True)]
+
+
+def grouped_allreduce_(
+    tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None,
+    op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Reduce all ``tensors`` in place, and return them."""
+    handle = grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
+    return handle.wait()  # type: ignore[no-any-return]
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor, name: str | None = None, op: ReduceOp | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[], torch.Tensor]:  # fmt: skip
+    """Start the sum or average of sparse tensors, and return a function that waits and returns a sparse tensor."""
+    how = reduction_named("sparse_allreduce", op, None)
+    if how not in (Sum.value, Average.value):
+        raise UnsupportedError("sparse_allreduce", where="op", expected="Sum or Average", got=str(op))
+    indices = allgather_async(tensor._indices().t().contiguous(), name, process_set)
+    values = allgather_async(tensor._values(), name, process_set)
+
+    def wait() -> torch.Tensor:
+        gathered = values.wait() / (process_set.size() if how == Average.value else 1)
+        return torch.sparse_coo_tensor(indices.wait().t(), gathered, tensor.shape, check_invariants=True)
+
+    return wait
+
+
+def allgather_async(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Start the concatenation of every rank's rows; ranks may differ in the length of axis 0."""
+    return Handle(_start("allgather", [tensor.detach()], process_set), _unchanged)
+
+
+def allgather(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """Return every rank's rows, concatenated."""
+    if _needs_gradient(tensor):
+        return functional.allgather(_averaged_gradient(tensor, process_set), process_set.world)
+    return allgather_async(tensor, name, process_set).wait()  # type: ignore[no-any-return]
+
+
+def grouped_allgather_async(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Start the concatenations of all ``tensors`` as one operation."""
+    return Handle(_start("grouped_allgather", [tensor.detach() for tensor in tensors], process_set), _unchanged)
+
+
+def grouped_allgather(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[torch.Tensor]:
+    """Return the concatenation of every rank's rows for each of ``tensors``."""
+    if _needs_gradient(*tensors):
+        return [allgather(tensor, name, process_set) for tensor in tensors]
+    return grouped_allgather_async(tensors, name, process_set).wait()  # type: ignore[no-any-return]
+
+
+def broadcast_async(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Start the broadcast of rank ``root_rank``'s ``tensor``, which stays as it is, to new tensors."""
+    return broadcast_async_(tensor.detach().clone(), root_rank, name, process_set)
+
+
+def broadcast_async_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Start the broadcast of rank ``root_rank``'s ``tensor``, in place; the rank is numbered among all ranks."""
+    return Handle(_start("broadcast", [tensor], process_set, root=process_set.rank_of(root_rank)), _unchanged)
+
+
+def broadcast(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """Return rank ``root_rank``'s ``tensor``."""
+    if _needs_gradient(tensor):
+        x = _averaged_gradient(tensor, process_set)
+        return functional.broadcast(x, process_set.rank_of(root_rank), process_set.world)
+    return broadcast_async(tensor, root_rank, name, process_set).wait()  # type: ignore[no-any-return]
+
+
+def broadcast_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """Overwrite ``tensor`` with that of rank ``root_rank``, and return it."""
+    return broadcast_async_(tensor, root_rank, name, process_set).wait()  # type: ignore[no-any-return]
+
+
+def alltoall_async(
+    tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Start the exchange of rows: the first ``splits[0]`` of ``tensor`` for rank 0, and so on.
+
+    The result is a tensor, and with ``splits`` a pair: the tensor, and the numbers of rows received from each rank.
+    """
+    operation = _start("alltoall", [tensor.detach()], process_set, splits=_rows(splits))
+    return Handle(operation, lambda result: result if splits is None else (result[0], result[1].to(torch.int32)))
+
+
+def alltoall(
+    tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Exchange rows, and return the result of `alltoall_async`."""
+    if _needs_gradient(tensor):
+        result = functional.alltoall(tensor, _rows(splits), process_set.world)
+        return result if splits is None else (result[0], result[1].to(torch.int32))
+    return alltoall_async(tensor, splits, name, process_set).wait()
+
+
+def reducescatter_async(
+    tensor: torch.Tensor, name: str | None = None, op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+) -> Handle:  # fmt: skip
+    """Start the reduction of ``tensor``, of which every rank gets its rows; the first ranks get one more if uneven."""
+    how = reduction_named("reducescatter", op, None)
+    rows = _even_rows(tensor, process_set.size())
+    scaled = _scale_(tensor.detach().clone(), prescale_factor) if prescale_factor != 1 else tensor.detach()
+    shape = (rows[process_set.rank()], *tensor.shape[1:])
+    if len(set(rows)) == 1:
+        operation = _start("reduce_scatter", [scaled], process_set, op=how)
+        return Handle(operation, lambda result: _scale_(result.reshape(shape), postscale_factor))
+    # hpcdp's shards are not of whole rows here, so reduce everything and keep the rows.
+    operation = _start("allreduce", [scaled.clone()], process_set, op=how)
+    first = sum(rows[: process_set.rank()])
+    return Handle(operation, lambda total: _scale_(total[first : first + shape[0]].clone(), postscale_factor))
+
+
+def reducescatter(
+    tensor: torch.Tensor, name: str | None = None, compression: Any = Compression.none, op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+) -> torch.Tensor:  # fmt: skip
+    """Return this rank's rows of the reduction of ``tensor``, which stays as it is."""
+    compressed, context = compression.compress(tensor)
+    share = prescale_factor * postscale_factor * (process_set.size() if op is Sum else 1)
+
+    def reduced(x: torch.Tensor) -> torch.Tensor:
+        return reducescatter_async(x, name, op, process_set, prescale_factor, postscale_factor).wait()  # type: ignore[no-any-return]
+
+    def pulled_back(gradient: torch.Tensor) -> torch.Tensor:
+        if op not in (Sum, Average):
+            raise UnsupportedError("backward", expected="a reducescatter by Sum or Average", got=str(op))
+        return allgather(gradient * share, name, process_set)
+
+    result = _WithGradient.apply(compressed, reduced, pulled_back)  # type: ignore[no-untyped-call]
+    return compression.decompress(result, context)  # type: ignore[no-any-return]
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[torch.Tensor], name: str | None = None, op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+) -> list[Handle]:  # fmt: skip
+    """Start a `reducescatter_async` for each of ``tensors``."""
+    return [reducescatter_async(tensor, name, op, process_set, prescale_factor, postscale_factor) for tensor in tensors]
+
+
+def grouped_reducescatter(
+    tensors: Sequence[torch.Tensor], name: str | None = None, compression: Any = Compression.none,
+    op: ReduceOp = Average, process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Return the `reducescatter` of each of ``tensors``."""
+    return [
+        reducescatter(tensor, name, compression, op, process_set, prescale_factor, postscale_factor)
+        for tensor in tensors
+    ]
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Block until every rank of the set has called it."""
+    _start("barrier", [], process_set).wait()
+
+
+def join(device: Any = -1) -> int:
+    """Take part in the operations of other ranks with zeros until all ranks have joined; every rank must call.
+
+    Others may call functions of this module without gradients meanwhile, but `allreduce` with one, and
+    `DistributedOptimizer`. They must not broadcast or gather objects, parameters or states.
+
+    Args:
+        device: ignored; the zeros lie in host memory.
+
+    Returns:
+        The rank that joined last.
+    """
+    return _turns(global_process_set.world).join(_take_part)
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Return the object of rank ``root_rank``, of the kinds of `hpcdp.broadcast_object`: nothing is pickled."""
+    return collectives.broadcast_object(obj, process_set.rank_of(root_rank), process_set.world)
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+    """Return the objects of all ranks, of the kinds of `hpcdp.broadcast_object`: nothing is pickled."""
+    return collectives.allgather_object(obj, process_set.world)
+
+
+_STARTERS: dict[str, Callable[..., Operation[Any]]] = {
+    "allreduce": lambda xs, world, op: collectives.iallreduce(xs[0], op, world),
+    "grouped_allreduce": lambda xs, world, op: collectives.igrouped_allreduce(xs, op, world),
+    "allgather": lambda xs, world: collectives.iallgather(xs[0], world),
+    "grouped_allgather": lambda xs, world: collectives.igrouped_allgather(xs, world),
+    "broadcast": lambda xs, world, root: collectives.ibroadcast(xs[0], root, world),
+    "alltoall": lambda xs, world, splits: collectives.ialltoall(xs[0], splits, world),
+    "reduce_scatter": lambda xs, world, op: collectives.ireduce_scatter(xs[0], op, world),
+    "barrier": lambda xs, world: collectives.ibarrier(world),
+}
+"""``start(tensors, world, **arguments)`` by operation."""
+
+_UNEVEN = ("allgather", "grouped_allgather")
+"""Operations in which ranks may differ in the length of axis 0."""
+
+
+def _start(kind: str, tensors: list[torch.Tensor], process_set: ProcessSet, **arguments: Any) -> Operation[Any]:
+    """Start an operation, and announce it to ranks that have joined if it is one of all ranks."""
+    world = process_set.world
+    if process_set is global_process_set:
+        shapes = [[0, *x.shape[1:]] if kind in _UNEVEN else [*x.shape] for x in tensors]
+        dtypes = [str(x.dtype).removeprefix("torch.") for x in tensors]
+        alike = {**arguments, "splits": arguments.get("splits") is not None}  # ranks differ in splits
+        _turns(world).announce({"kind": kind, "shapes": shapes, "dtypes": dtypes, "arguments": alike})
+    with torch.no_grad():  # parameters may be changed in place
+        return _STARTERS[kind](tensors, world, **arguments)
+
+
+def _take_part(event: dict[str, Any]) -> None:
+    """Run an operation that other ranks have announced, with zeros, or with no rows."""
+    world, kind = global_process_set.world, event["kind"]
+    arguments = dict(event["arguments"])
+    has_splits = arguments.pop("splits")
+    if arguments.get("root") == world.rank:
+        raise ConfigError(
+            "join", where=kind, expected="a root that has not joined", got=f"rank {world.rank}, which has",
+            remedy="call join() on the root last",
+        )  # fmt: skip
+    if kind == "alltoall":
+        arguments["splits"] = [0] * world.size if has_splits else None
+    pairs = zip(event["shapes"], event["dtypes"], strict=True)
+    zeros = [torch.zeros([0, *shape[1:]] if has_splits else shape, dtype=getattr(torch, name)) for shape, name in pairs]
+    _STARTERS[kind](zeros, world, **arguments).wait()
+
+
+def _turns(world: World) -> Turns:
+    return world.keep(Turns, lambda: Turns(world))
+
+
+class _WithGradient(torch.autograd.Function):
+    """``run(x)``, whose gradient is ``back(gradient)``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, run: Callable[..., Any], back: Callable[..., Any]) -> Any:
+        ctx.back = back
+        return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return ctx.back(gradient), None, None
+
+
+def _averaged_gradient(tensor: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:
+    """Return ``tensor``; backward divides its gradient by the number of ranks."""
+    n = process_set.size()
+    return _WithGradient.apply(tensor, torch.Tensor.clone, lambda gradient: gradient / n)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _needs_gradient(*tensors: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def reduction_named(operation: str, op: ReduceOp | None, average: bool | None) -> str:
+    """Return hpcdp's name of a reduction."""
+    if op is not None and average is not None:
+        raise ConfigError(operation, where="average", expected="op= alone", got="op= and average=")
+    if op is None:
+        op = Sum if average is False else Average
+    if op is Adasum:
+        raise UnsupportedError(
+            operation, where="op", expected="Average, Sum, Min, Max or Product", got="Adasum, which hpcdp lacks",
+            remedy="use op=hvd.Average, and hpcdp.optim.LARS or a warm-up for large batches",
+        )  # fmt: skip
+    value: str = instance(operation, "op", op, ReduceOp, "hvd.Average, Sum, Min, Max or Product").value
+    return value
+
+
+def _scale_(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    """Multiply ``tensor`` in place: integers in double precision, halves in single precision."""
+    if factor != 1:
+        with torch.no_grad():  # it may be a parameter
+            if not tensor.is_floating_point():
+                tensor.copy_(tensor.double() * factor)
+            elif tensor.dtype in _HALVES:
+                tensor.copy_(tensor.float() * factor)
+            else:
+                tensor.mul_(factor)
+    return tensor
+
+
+def _unchanged(result: Any) -> Any:
+    return result
+
+
+def _rows(splits: Any) -> list[int] | None:
+    if isinstance(splits, torch.Tensor) and splits.is_floating_point():
+        raise ConfigError("alltoall", where="splits", expected="integers", got=str(splits.dtype))
+    return None if splits is None else np.asarray(splits).tolist()  # type: ignore[no-any-return]
+
+
+def _even_rows(tensor: torch.Tensor, n: int) -> list[int]:
+    """Return the number of rows for each rank; the first ranks get one more."""
+    if tensor.ndim == 0:
+        raise UnsupportedError("reducescatter", where="tensor", expected="at least one axis", got="a number")
+    least, more = divmod(len(tensor), n)
+    return [least + (rank < more) for rank in range(n)]

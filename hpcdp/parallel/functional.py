@@ -1,0 +1,234 @@
+"""Collectives with gradients, for `hpcdp.autograd`.
+
+There are two conventions, by the losses of the ranks:
+
+- **Each rank has a loss of its own**, and gradients are those of the sum of all losses: `allreduce`, `allgather`,
+  `reduce_scatter`, `alltoall`, `broadcast`. The gradient of a sum is the sum of its gradients, and that of an exchange
+  is the exchange in the other direction.
+- **All ranks compute one loss from full tensors**, which have the same bits on each, and so have their gradients:
+  `fan_out`, `summed`, `gathered`, `own_channels`, of which the layers of `tensor_parallel` are made. `fan_out` is f and
+  `summed` is g of Shoeybi et al., "Megatron-LM", 2019, figure 3.
+
+Every rank must call, in the same order, and so must its backward.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .. import collectives
+from ..autograd import Gradient, Tensor, on_tape
+from ..collectives.staging import checked_root, ranks_of
+from ..comm import World
+from ..comm.communicator import bounds
+from ..core.arrays import Array, array_namespace, is_half
+from ..core.checks import described
+from ..errors import MismatchError, UnsupportedError
+from ..kernels.buffers import empty
+
+
+def allreduce(x: Tensor, op: str = "sum", world: World | None = None) -> Tensor:
+    """Return the elementwise sum or mean over all ranks; backward reduces the gradients in the same way.
+
+    Args:
+        x: a tensor of the same shape and dtype on all ranks.
+        op: ``"sum"`` or ``"mean"``.
+        world: the ranks; default `hpcdp.init()`.
+    """
+    op, world = _checked_op("allreduce", op), ranks_of(world)
+
+    def pullback(gy: Array, dx: Gradient | None) -> None:
+        if dx is not None:
+            dx.add(collectives.allreduce(gy, op, world, out=dx.empty()))
+
+    total = empty(x.shape, x.dtype, array_namespace(x.data))
+    return on_tape(collectives.allreduce(x.data, op, world, out=total), (x,), pullback)
+
+
+def allgather(x: Tensor, world: World | None = None) -> Tensor:
+    """Return every rank's rows, concatenated in the order of the ranks; backward sums the gradients of its rows.
+
+    Args:
+        x: a tensor with at least one axis; ranks may differ in the length of axis 0.
+        world: the ranks; default `hpcdp.init()`.
+    """
+    world, shape = ranks_of(world), x.shape
+
+    def pullback(gy: Array, dx: Gradient | None) -> None:
+        if dx is not None:
+            rows = collectives.allgather(np.array([shape[0]]), world).tolist()
+            dx.add(_sum_of_rows(gy, "sum", world, rows))
+
+    return on_tape(collectives.allgather(x.data, world), (x,), pullback)
+
+
+def reduce_scatter(
+    x: Tensor, op: str = "sum", world: World | None = None, splits: Sequence[int] | None = None
+) -> Tensor:
+    """Return this rank's rows of the sum or mean over all ranks; backward gathers their gradients.
+
+    Args:
+        x: a tensor of the same shape and dtype on all ranks, with at least one axis.
+        op: ``"sum"`` or ``"mean"``.
+        world: the ranks; default `hpcdp.init()`.
+        splits: the number of rows for each rank, the same on all ranks; default rows ``N r // n`` to ``N (r + 1) // n``
+            of N for rank r of n.
+    """
+    op, world = _checked_op("reduce_scatter", op), ranks_of(world)
+    limits = bounds(x.shape[0], world.size)
+    rows = [last - first for first, last in itertools.pairwise(limits)] if splits is None else [*splits]
+    if len(rows) != world.size or min(rows) < 0 or sum(rows) != x.shape[0]:
+        expected = f"{world.size} numbers of rows, with the sum {x.shape[0]}"
+        raise UnsupportedError("reduce_scatter", where="splits", expected=expected, got=described(splits))
+
+    def pullback(gy: Array, dx: Gradient | None) -> None:
+        if dx is not None:
+            gathered = collectives.allgather(gy, world)
+            dx.add(gathered / gathered.dtype.type(world.size) if op == "mean" else gathered)
+
+    return on_tape(_sum_of_rows(x.data, op, world, rows), (x,), pullback)
+
+
+def alltoall(x: Tensor, splits: Sequence[int] | None = None, world: World | None = None) -> Any:
+    """Send each rank its rows of ``x``, as `hpcdp.alltoall`; backward sends their gradients back.
+
+    Args:
+        x: as for `hpcdp.alltoall`.
+        splits: the number of rows for each rank; default equal numbers.
+        world: the ranks; default `hpcdp.init()`.
+
+    Returns:
+        The received rows; with ``splits`` a pair, with the number of rows from each rank.
+    """
+    world = ranks_of(world)
+    exchanged = collectives.alltoall(x.data, splits, world)
+    received, counts = (exchanged, None) if splits is None else exchanged
+
+    def pullback(gy: Array, dx: Gradient | None) -> None:
+        if dx is not None:
+            back = collectives.alltoall(gy, counts, world)
+            dx.add(back if counts is None else back[0])
+
+    result = on_tape(received, (x,), pullback)
+    return result if splits is None else (result, counts)
+
+
+def broadcast(x: Tensor, root: int = 0, world: World | None = None) -> Tensor:
+    """Return the ``x`` of rank ``root`` on all ranks; backward sums the gradients on ``root``, others get zeros.
+
+    Args:
+        x: a tensor of the same shape and dtype on all ranks.
+        root: the rank whose ``x`` is sent.
+        world: the ranks; default `hpcdp.init()`.
+    """
+    world = ranks_of(world)
+    root = checked_root("broadcast", root, world)
+
+    def pullback(gy: Array, dx: Gradient | None) -> None:
+        if dx is not None:
+            total = dx.empty()
+            total[...] = gy
+            collectives.reduce(total, "sum", root, world)
+            if world.rank != root:
+                total[...] = 0
+            dx.add(total)
+
+    return on_tape(collectives.broadcast(x.data.copy(), root, world), (x,), pullback)
+
+
+def _checked_op(operation: str, op: str) -> str:
+    if op not in ("sum", "mean"):
+        raise UnsupportedError(operation, where="op", expected='"sum" or "mean", which have gradients', got=repr(op))
+    return op
+
+
+def _sum_of_rows(x: Array, op: str, world: World, splits: Sequence[int]) -> Array:
+    """Return this rank's rows of the sum or mean over all ranks."""
+    rows = splits[world.rank]
+    shape = (rows, *x.shape[1:])
+    if len(set(splits)) == 1:
+        return collectives.reduce_scatter(x, op, world).reshape(shape)
+    # Shards of `hpcdp.reduce_scatter` are not of whole rows, so exchange the rows and sum them here.
+    parts, counts = collectives.alltoall(x, splits, world)
+    if (counts != rows).any():
+        expected = f"{rows} rows for rank {world.rank} on all ranks"
+        raise MismatchError("reduce_scatter", where="splits", expected=expected, got=counts.tolist())
+    total = parts.reshape(world.size, *shape).sum(0, dtype=np.float32 if is_half(x) else x.dtype)
+    return (total / world.size if op == "mean" else total).astype(x.dtype)
+
+
+def fan_out(x: Tensor, parts: World) -> Tensor:
+    """Return ``x``, full, as the input of different computations; backward sums their gradients over the ranks."""
+    if parts.size == 1:
+        return x
+
+    def pullback(gy: Array, dx: Gradient | None) -> None:
+        if dx is not None:
+            dx.add(collectives.allreduce(gy, "sum", parts, out=dx.empty()))
+
+    return on_tape(x.data, (x,), pullback)
+
+
+def summed(x: Tensor, parts: World) -> Tensor:
+    """Return the full sum over the ranks; the gradient of each ``x`` is that of the sum."""
+    if parts.size == 1:
+        return x
+    total = empty(x.shape, x.dtype, array_namespace(x.data))
+
+    def pullback(gy: Array, dx: Gradient | None) -> None:
+        if dx is not None:
+            dx.add(gy)
+
+    return on_tape(collectives.allreduce(x.data, "sum", parts, out=total), (x,), pullback)
+
+
+def gathered(x: Tensor, axis: int, ends: Sequence[int], parts: World) -> Tensor:
+    """Return the full tensor from each rank's channels along ``axis``; backward returns each rank its gradient.
+
+    ``ends`` are the bounds of the ranks' channels, ``parts.size + 1`` integers.
+    """
+    if parts.size == 1:
+        return x
+    own_part = _own(axis % x.ndim, ends, parts)
+
+    def pullback(gy: Array, dx: Gradient | None) -> None:
+        if dx is not None:
+            dx.add(array_namespace(gy).ascontiguousarray(gy[own_part]))
+
+    return on_tape(_join(x.data, axis, ends, parts), (x,), pullback)
+
+
+def own_channels(x: Tensor, axis: int, ends: Sequence[int], parts: World) -> Tensor:
+    """Return this rank's channels of the full ``x``; backward gathers the gradient. ``ends`` are as in `gathered`."""
+    if x.ndim < 2 or x.shape[axis] != ends[-1]:
+        expected = f"{ends[-1]} channels along axis {axis}, to be split over {parts.size} ranks"
+        raise UnsupportedError("own_channels", expected=expected, got=tuple(x.shape))
+    if parts.size == 1:
+        return x
+
+    def pullback(gy: Array, dx: Gradient | None) -> None:
+        if dx is not None:
+            dx.add(_join(gy, axis, ends, parts))
+
+    channels = x.data[_own(axis % x.ndim, ends, parts)]
+    return on_tape(array_namespace(channels).ascontiguousarray(channels), (x,), pullback)
+
+
+def _own(axis: int, ends: Sequence[int], parts: World) -> tuple[slice, ...]:
+    return (*(slice(None),) * axis, slice(ends[parts.rank], ends[parts.rank + 1]))
+
+
+def _join(part: Array, axis: int, ends: Sequence[int], parts: World) -> Array:
+    """Return all ranks' channels in rank order, padded for allgather since ranks may have different numbers."""
+    xp = array_namespace(part)
+    counts = [ends[rank + 1] - ends[rank] for rank in range(parts.size)]
+    channels = xp.moveaxis(part, axis, 0)
+    padded = xp.zeros((parts.size, max(counts), *channels.shape[1:]), dtype=part.dtype)
+    padded[parts.rank, : counts[parts.rank]] = channels
+    collectives.allgather(padded[parts.rank], parts, out=padded)
+    full = xp.concatenate([padded[rank, :count] for rank, count in enumerate(counts)])
+    return xp.ascontiguousarray(xp.moveaxis(full, 0, axis))
