@@ -11,11 +11,14 @@ of the local ranks, so all ranks get the same bits in every run.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 
 from .. import kernels
 from ..comm import Reduction, World
-from ..comm.communicator import OPS, Steps, split
+from ..comm.communicator import OPS, Steps, real_numbers, split
 from ..comm.consistency import Call, Calls, InMemory
 from ..comm.tasks import run_until_complete
 from ..core.arrays import words
@@ -31,6 +34,8 @@ BY_ALL_NBYTES = 4 * 1024
 
 DTYPE_CHARS = "eEfdbilqBILQ"
 """Character codes of the dtypes with kernels: all floats up to float64, integers of 8, 32 and 64 bits."""
+COMPLEX_CHARS = "FD"
+"""Character codes of the dtypes that are summed as pairs of floats."""
 
 
 class _Staging:
@@ -58,18 +63,25 @@ class _Staging:
         self._move, self._rows = self._exchange.exchange, sums
         self._by_all_nbytes = min(BY_ALL_NBYTES // max(memory.size - 1, 1), CHUNK_NBYTES)
 
-    def allreduce_now(self, flat: np.ndarray, op: str, call: Call) -> None:
+    def allreduce_now(self, flat: np.ndarray, op: Reduction, call: Call) -> None:
         """Reduce ``flat``, shape ``(count,)``, in place, blocking; nothing else may be in progress."""
-        staging = self._sums.get(flat.dtype) if op in ("sum", "mean") else None
-        if staging is None:
+        exchange = self._summing(flat, op, call)
+        if exchange is None:
             run_until_complete(self.allreduce(flat, op, call, patient=True))
             return
         self._calls.be_patient()
-        exchange = self._sum_by_all if flat.nbytes <= self._by_all_nbytes else self._sum_by_owners
-        while (met := exchange(flat, staging, self._counters, self._state, call.signature)) != self._done:
+        while (met := exchange()) != self._done:
             run_until_complete(self._not_yet(met, call))
-        if op == "mean":
-            flat /= flat.dtype.type(self._memory.size)
+
+    def _summing(self, flat: np.ndarray, op: Reduction, call: Call) -> Callable[[], int] | None:
+        """Return a resumable kernel call that sums ``flat`` in place, or None if there is no such kernel."""
+        numbers = real_numbers(flat)
+        staging = self._sums.get(numbers.dtype) if op.name in ("sum", "mean") else None
+        if staging is None:
+            return None
+        kernel = self._sum_by_all if flat.nbytes <= self._by_all_nbytes else self._sum_by_owners
+        factors = op.factors(self._memory.size)
+        return partial(kernel, staging, self._counters, self._state, call.signature, *factors, numbers)
 
     def share_now(self, flat: np.ndarray, first: int, last: int, call: Call) -> None:
         """Gather every rank's shard of ``flat``, ``(nbytes,)`` uint8, on all, blocking; see `shm_allreduce.share`."""
@@ -97,19 +109,16 @@ class _Staging:
         while (met := self._move(sent, received, firsts, ends, longest, rows, counters, n, state, kind)) != self._done:
             yield from self._not_yet(met, call)
 
-    def allreduce(self, flat: np.ndarray, op: str, call: Call, patient: bool) -> Steps:
+    def allreduce(self, flat: np.ndarray, op: Reduction, call: Call, patient: bool) -> Steps:
         """Reduce ``flat``, shape ``(count,)``, in place; a ``patient`` machine waits inside the kernels."""
         yield from self._calls.turn(self._calls.begin(), patient)
         try:
-            staging = self._sums.get(flat.dtype) if op in ("sum", "mean") else None
-            if staging is None:
+            exchange = self._summing(flat, op, call)
+            if exchange is None:
                 yield from self._reduce_by_owners(flat, op, call)
                 return
-            exchange = self._sum_by_all if flat.nbytes <= self._by_all_nbytes else self._sum_by_owners
-            while (met := exchange(flat, staging, self._counters, self._state, call.signature)) != self._done:
+            while (met := exchange()) != self._done:
                 yield from self._not_yet(met, call)
-            if op == "mean":
-                flat /= flat.dtype.type(self._memory.size)
         finally:
             self._calls.end()
 
@@ -128,17 +137,18 @@ class _Staging:
         while (met := self._exchange.meet(self._counters, n, self._state, call.signature)) != self._done:
             yield from self._not_yet(met, call)
 
-    def _reduce_by_owners(self, flat: np.ndarray, op: str, call: Call) -> Steps:
+    def _reduce_by_owners(self, flat: np.ndarray, op: Reduction, call: Call) -> Steps:
         """Run `shm_allreduce.sum_by_owners` for any dtype and reduction, with one kernel call per step."""
         if flat.dtype.char not in DTYPE_CHARS:
             expected = "a float or an integer of 8, 32 or 64 bits"
             raise UnsupportedError("allreduce", where="algorithm='shared'", expected=expected, got=flat.dtype)
         n, me = self._memory.size, self._memory.rank
         taken = words(flat)
-        staging = self._others.view(taken.dtype)
+        staging, code = self._others.view(taken.dtype), self._ops[op.of_partial_results().name]
+        factors = op.factors(n)
         if taken.dtype not in self._compiled:
             nothing = np.zeros((n, 1), taken.dtype)
-            self._reduce.combine_staged(nothing[0], nothing, me, 0, 0, self._ops[op])
+            self._reduce.combine_staged(nothing[0], nothing, me, 0, 0, code, *factors)
             self._compiled.add(taken.dtype)
         for first in range(0, max(taken.size, 1), staging.shape[2]):
             piece = taken[first : first + staging.shape[2]]
@@ -147,7 +157,7 @@ class _Staging:
             row = half[me, : piece.size]
             row[:lo], row[hi:] = piece[:lo], piece[hi:]
             yield from self._meet(call)
-            self._reduce.combine_staged(piece, half, me, lo, hi, self._ops[op])
+            self._reduce.combine_staged(piece, half, me, lo, hi, code, *factors)
             yield from self._meet(call)
             piece[:lo], piece[hi:] = row[:lo], row[hi:]
             self._half = 1 - self._half  # not reached after mismatched calls
@@ -160,12 +170,12 @@ def allreduce(x: np.ndarray, op: Reduction, world: World, call: Call) -> None:
         UnsupportedError: a dtype without a kernel.
         MismatchError: the ranks made different calls.
     """
-    _staging_of(world).allreduce_now(x, op.name, call)
+    _staging_of(world).allreduce_now(x, op, call)
 
 
 def allreduce_steps(x: np.ndarray, op: Reduction, world: World, call: Call) -> Steps:
     """Return `allreduce` as a machine."""
-    return _staging_of(world).allreduce(x, op.name, call, patient=False)
+    return _staging_of(world).allreduce(x, op, call, patient=False)
 
 
 def reduce_scatter(x: np.ndarray, out: np.ndarray, op: Reduction, world: World, call: Call) -> None:
@@ -235,7 +245,7 @@ def can_share(world: World) -> bool:
 
 def can_reduce(dtype: np.dtype, op: Reduction, world: World) -> bool:
     """Return whether all ranks share memory and kernels exist for the dtype and reduction."""
-    return op.named and dtype.char in DTYPE_CHARS and can_share(world)
+    return op.named and dtype.char in DTYPE_CHARS + COMPLEX_CHARS and can_share(world)
 
 
 def prepare(world: World) -> None:

@@ -206,8 +206,9 @@ def test_an_unknown_algorithm_is_told_with_the_valid_ones(collective):
     [
         (np.zeros(3), "median", r"\[op\]: expected sum or mean or min or max or prod or a Monoid, got 'median'"),
         (np.zeros(3), ["sum"], r"expected names, got \['sum'\]"),
-        (np.zeros(3, "c8"), "sum", r"\[dtype\]: expected a native integer or float, got <c8"),
-        (np.zeros(3, "?"), "sum", r"\[dtype\]: expected a native integer or float, got |b1"),
+        (np.zeros(3, "c8"), "max", r"\[op\]: expected sum or mean for complex64, got 'max'"),
+        (np.zeros(3, "?"), "mean", r"\[op\]: expected a float dtype for op='mean', got bool"),
+        (np.zeros(3, "U1"), "sum", r"\[dtype\]: expected a native integer, float, complex or bool, got <U1"),
         (np.zeros(3, "i4,f4"), "sum", "got |V8"),
         (np.zeros(3, ">f4"), "sum", "got >f4"),
         ([1, 2], "sum", "expected an array, got list"),
