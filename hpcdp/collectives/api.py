@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ from ..comm.tasks import Operation, ProgressEngine
 from ..comm.watchdog import Watchdog
 from ..core.arrays import Array, from_host, is_float, on_device_of
 from ..core.checks import number
-from ..core.state import refuse_change
+from ..core.state import change_of, refuse_change
 from ..errors import UnsupportedError
 from . import data_movement, registry
 from .data_movement import started
@@ -87,6 +88,9 @@ def allreduce(
     """
     world = ranks_of(world)
     plan = _planned("allreduce", x, op, algorithm, world, 0, prescale, postscale)
+    if plan.bound is not None and out is None and type(x) is np.ndarray and x.flags.carray and change_of(x) is None:
+        plan.bound(world, flat(x))
+        return x
     target = x if out is None else receiver("allreduce", x, out)
     staged = staged_of("allreduce", target)
     plan.run(world, flat(staged))
@@ -435,6 +439,8 @@ class _Plan:
     algorithm: Algorithm
     reduction: Reduction
     call: Call
+    bound: Callable[[World, np.ndarray], None] | None = None
+    """`run` of an array in place as one kernel call, see `Algorithm.bound`; None before the first call."""
 
     def run(self, world: World, x: np.ndarray, *root: int, result: np.ndarray | None = None) -> None:
         """Reduce ``x``, shape ``(count,)``, in place, or this rank's shard into ``result``."""
@@ -443,6 +449,8 @@ class _Plan:
             return
         into = () if result is None else (result,)
         self.algorithm.run(world, self.call, x, *into, self.reduction, *root)
+        if type(self) is _Plan:
+            self.bound = self.algorithm.bound(world, self.call, x, self.reduction)
 
     def machine(self, world: World, x: np.ndarray, *root: int, result: np.ndarray | None = None) -> Steps:
         """Run `run` as a machine."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,6 +37,21 @@ DTYPE_CHARS = "eEfdbilqBILQ"
 """Character codes of the dtypes with kernels: all floats up to float64, integers of 8, 32 and 64 bits."""
 COMPLEX_CHARS = "FD"
 """Character codes of the dtypes that are summed as pairs of floats."""
+
+
+Exchange = Callable[[np.ndarray], int]
+"""A resumable kernel that reduces an array in place; returns `shm_allreduce.DONE` or another of its values."""
+
+
+class BoundExchange(NamedTuple):
+    """An exchange of arrays of one length and dtype, ready to be called."""
+
+    kernel: Exchange
+    done: int
+    """The value that the kernel returns when the exchange is complete."""
+    resume: Callable[[int, Exchange, np.ndarray, Call], None]
+    """``resume(returned, kernel, x, call)`` blocks until it is complete after the kernel has returned another value."""
+    calls: InMemory
 
 
 class _Staging:
@@ -65,23 +81,37 @@ class _Staging:
 
     def allreduce_now(self, flat: np.ndarray, op: Reduction, call: Call) -> None:
         """Reduce ``flat``, shape ``(count,)``, in place, blocking; nothing else may be in progress."""
-        exchange = self._summing(flat, op, call)
+        numbers = real_numbers(flat)
+        exchange = self._sums_of(numbers, op, call)
         if exchange is None:
             run_until_complete(self.allreduce(flat, op, call, patient=True))
             return
         self._calls.be_patient()
-        while (met := exchange()) != self._done:
-            run_until_complete(self._not_yet(met, call))
+        if (met := exchange(numbers)) != self._done:
+            self._resume(met, exchange, numbers, call)
 
-    def _summing(self, flat: np.ndarray, op: Reduction, call: Call) -> Callable[[], int] | None:
-        """Return a resumable kernel call that sums ``flat`` in place, or None if there is no such kernel."""
-        numbers = real_numbers(flat)
-        staging = self._sums.get(numbers.dtype) if op.name in ("sum", "mean") else None
+    def _sums_of(self, x: np.ndarray, op: Reduction, call: Call) -> Exchange | None:
+        """Return the resumable kernel that sums arrays like ``x`` in place, or None if there is none."""
+        staging = self._sums.get(x.dtype) if op.name in ("sum", "mean") else None
         if staging is None:
             return None
-        kernel = self._sum_by_all if flat.nbytes <= self._by_all_nbytes else self._sum_by_owners
-        factors = op.factors(self._memory.size)
-        return partial(kernel, staging, self._counters, self._state, call.signature, *factors, numbers)
+        kernel = self._sum_by_all if x.nbytes <= self._by_all_nbytes else self._sum_by_owners
+        return partial(kernel, staging, self._counters, self._state, call.signature, *op.factors(self._memory.size))
+
+    def bound(self, x: np.ndarray, op: Reduction, call: Call) -> BoundExchange | None:
+        """Return the exchange that reduces arrays like ``x`` by one kernel call; None if there is none."""
+        exchange = self._sums_of(x, op, call)
+        return None if exchange is None else BoundExchange(exchange, self._done, self._resume, self._calls)
+
+    def _resume(self, met: int, exchange: Exchange, x: np.ndarray, call: Call) -> None:
+        """Block until an exchange that has returned ``met`` is complete.
+
+        Raises:
+            MismatchError: the ranks made different calls.
+        """
+        while met != self._done:
+            run_until_complete(self._not_yet(met, call))
+            met = exchange(x)
 
     def share_now(self, flat: np.ndarray, first: int, last: int, call: Call) -> None:
         """Gather every rank's shard of ``flat``, ``(nbytes,)`` uint8, on all, blocking; see `shm_allreduce.share`."""
@@ -113,11 +143,12 @@ class _Staging:
         """Reduce ``flat``, shape ``(count,)``, in place; a ``patient`` machine waits inside the kernels."""
         yield from self._calls.turn(self._calls.begin(), patient)
         try:
-            exchange = self._summing(flat, op, call)
+            numbers = real_numbers(flat)
+            exchange = self._sums_of(numbers, op, call)
             if exchange is None:
                 yield from self._reduce_by_owners(flat, op, call)
                 return
-            while (met := exchange()) != self._done:
+            while (met := exchange(numbers)) != self._done:
                 yield from self._not_yet(met, call)
         finally:
             self._calls.end()
@@ -171,6 +202,11 @@ def allreduce(x: np.ndarray, op: Reduction, world: World, call: Call) -> None:
         MismatchError: the ranks made different calls.
     """
     _staging_of(world).allreduce_now(x, op, call)
+
+
+def bound_allreduce(x: np.ndarray, op: Reduction, world: World, call: Call) -> BoundExchange | None:
+    """Return the exchange that is an `allreduce` of arrays like ``x``; None if it takes several kernel calls."""
+    return _staging_of(world).bound(x, op, call)
 
 
 def allreduce_steps(x: np.ndarray, op: Reduction, world: World, call: Call) -> Steps:
