@@ -384,7 +384,7 @@ LIBRARY: dict[str, Call] = {
 """The MPI library's own collectives, in place unless they are of `BLOCKS`."""
 
 
-def ours(name: str, data: FreshData, x: np.ndarray, world: World, how: dict[str, str]) -> MeasuredCollective:
+def ours(name: str, data: FreshData, x: np.ndarray, world: World, how: dict[str, Any]) -> MeasuredCollective:
     """Return hpcdp's allreduce of ``x`` in place as a candidate; ``how`` has its ``algorithm`` and ``op``."""
     return MeasuredCollective(name, data, x, x, lambda: collectives.allreduce(x, world=world, **how))
 

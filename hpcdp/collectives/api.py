@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 
 from ..comm import Monoid, Reduction, World
-from ..comm.communicator import Quotients, Steps, StepsTo, bounds, resolve
+from ..comm.communicator import Quotients, Steps, StepsTo, bounds, refuse_factors, resolve
 from ..comm.consistency import Call
 from ..comm.tasks import Operation, ProgressEngine
 from ..comm.watchdog import Watchdog
 from ..core.arrays import Array, from_host, is_float, on_device_of
-from ..core.state import refuse_change
+from ..core.checks import number
+from ..core.state import change_of, refuse_change
 from ..errors import UnsupportedError
 from . import data_movement, registry
 from .data_movement import started
@@ -21,6 +23,7 @@ from .registry import CHOICES, Algorithm, find
 from .staging import (
     accepts_tensors,
     bring_back,
+    bytes_of,
     check_like,
     check_writeable,
     checked_root,
@@ -47,7 +50,14 @@ _NO_PLANS: dict[object, Any] = {}
 
 @accepts_tensors
 def allreduce(
-    x: ArrayT, op: str | Monoid = "sum", world: World | None = None, algorithm: str = "auto", out: ArrayT | None = None
+    x: ArrayT,
+    op: str | Monoid = "sum",
+    world: World | None = None,
+    algorithm: str = "auto",
+    out: ArrayT | None = None,
+    *,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
 ) -> ArrayT:
     """Reduce ``x`` elementwise over all ranks; every rank gets the same bits.
 
@@ -56,44 +66,52 @@ def allreduce(
     Args:
         x: array of any shape, possibly empty or not contiguous: of NumPy, CuPy, PyTorch, or another kind that converts
             to host memory. A tensor must not require a gradient: see `hpcdp.torch.functional`. dtype: float16 or
-            bfloat16 (accumulated in float32), float32, float64, or an integer (sums wrap around).
+            bfloat16 (accumulated in float32), float32, float64, complex64 or complex128 (sum and mean), an integer
+            (sums wrap around), or bool (sum and max are "or", prod and min are "and").
         op: ``"sum"``, ``"mean"`` (of integers rounded towards zero, in their dtype), ``"min"``, ``"max"``, ``"prod"``,
             or a `Monoid`. A NaN wins min and max.
         world: the ranks; default `hpcdp.init()`.
         algorithm: ``"auto"``, or a name in ``ALGORITHMS["allreduce"]``.
         out: receives the result; x's shape and dtype, on the host or any GPU. Default ``x`` itself, in place.
+        prescale: factor of every rank's ``x`` before the reduction, which must be a sum or mean of floats or complex
+            numbers. It is rounded to the dtype in which the sum is accumulated.
+        postscale: factor of the result, likewise: ``postscale * op(prescale * x)``.
 
     Returns:
         ``out``, or ``x`` if it is None.
 
     Raises:
-        UnsupportedError: an unknown op or algorithm, or one that does not support this dtype or world.
-        MismatchError: the ranks called with different shapes, dtypes, ops or algorithms, or called another collective;
-            the same error on every rank.
+        UnsupportedError: an unknown op or algorithm, or one that does not support this dtype or world; or a factor that
+            op or dtype do not have.
+        ConfigError: a factor is no finite number.
+        MismatchError: the ranks called with different shapes, dtypes, ops, algorithms or factors, or called another
+            collective; the same error on every rank.
 
     Source: Chan et al., "Collective communication: theory, practice, and experience", 2007, section 2.
     """
     world = ranks_of(world)
-    plan = _planned("allreduce", x, op, algorithm, world)
+    plan = _planned("allreduce", x, op, algorithm, world, 0, prescale, postscale)
+    if plan.bound is not None and out is None and type(x) is np.ndarray and x.flags.carray and change_of(x) is None:
+        plan.bound(world, flat(x))
+        return x
     target = x if out is None else receiver("allreduce", x, out)
-    is_plain = type(target) is np.ndarray and target.flags.carray
-    if is_plain:
-        refuse_change(target, "x", "allreduce")
-        if plan.takes_quotients:
-            plan.run(world, flat(target))
-        elif world.size > 1:
-            plan.algorithm.run(world, plan.call, flat(target), plan.reduction)
-        return target
     staged = staged_of("allreduce", target)
-    if world.size > 1:
-        plan.run(world, staged.reshape(-1))
-    bring_back(staged, target)
+    plan.run(world, flat(staged))
+    if staged is not target:
+        bring_back(staged, target)
     return target
 
 
 @accepts_tensors
 def iallreduce(
-    x: ArrayT, op: str | Monoid = "sum", world: World | None = None, algorithm: str = "auto", out: ArrayT | None = None
+    x: ArrayT,
+    op: str | Monoid = "sum",
+    world: World | None = None,
+    algorithm: str = "auto",
+    out: ArrayT | None = None,
+    *,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
 ) -> Operation[ArrayT]:
     """Start an `allreduce`, whose arguments and errors it has, and return at once; several may be in progress.
 
@@ -110,13 +128,12 @@ def iallreduce(
             returns the result of `allreduce`. Both raise its error.
     """
     world = ranks_of(world)
-    plan = _planned("iallreduce", x, op, algorithm, world)
+    plan = _planned("iallreduce", x, op, algorithm, world, 0, prescale, postscale)
     target = x if out is None else receiver("iallreduce", x, out)
     staged = staged_of("iallreduce", target)
 
     def then_copied_back() -> StepsTo[ArrayT]:
-        if world.size > 1:
-            yield from plan.machine(world, staged.reshape(-1))
+        yield from plan.machine(world, staged.reshape(-1))
         if staged is not target:
             bring_back(staged, target)
         return target
@@ -126,7 +143,14 @@ def iallreduce(
 
 @accepts_tensors
 def reduce_scatter(
-    x: Array, op: str | Monoid = "sum", world: World | None = None, algorithm: str = "auto", out: Array | None = None
+    x: Array,
+    op: str | Monoid = "sum",
+    world: World | None = None,
+    algorithm: str = "auto",
+    out: Array | None = None,
+    *,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
 ) -> Array:
     """Reduce ``x`` elementwise over all ranks and leave every rank its shard.
 
@@ -141,38 +165,52 @@ def reduce_scatter(
         out: receives this rank's shard, shape ``(shard elements,)`` and x's dtype; default a new array. If it is a view
             of ``x``, then ``x`` is working memory and its other elements are undefined afterwards; else ``x`` is
             unchanged.
+        prescale: as for `allreduce`.
+        postscale: as for `allreduce`.
 
     Returns:
         ``out``.
     """
     world = ranks_of(world)
-    plan, work, result = _scattered("reduce_scatter", x, op, world, algorithm, out)
-    if world.size > 1:
-        plan.run(world, work, result=result)
+    plan, work, result = _scattered("reduce_scatter", x, op, world, algorithm, out, prescale, postscale)
+    plan.run(world, work, result=result)
     return _shard(result, x, out)
 
 
 @accepts_tensors
 def ireduce_scatter(
-    x: Array, op: str | Monoid = "sum", world: World | None = None, algorithm: str = "auto", out: Array | None = None
+    x: Array,
+    op: str | Monoid = "sum",
+    world: World | None = None,
+    algorithm: str = "auto",
+    out: Array | None = None,
+    *,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
 ) -> Operation[Array]:
     """Start a `reduce_scatter`, whose arguments and errors it has; as `iallreduce`."""
     world = ranks_of(world)
-    plan, work, result = _scattered("ireduce_scatter", x, op, world, algorithm, out)
+    plan, work, result = _scattered("ireduce_scatter", x, op, world, algorithm, out, prescale, postscale)
 
     def steps() -> StepsTo[Array]:
-        if world.size > 1:
-            yield from plan.machine(world, work, result=result)
+        yield from plan.machine(world, work, result=result)
         return _shard(result, x, out)
 
     return started("ireduce_scatter", steps(), work, world)
 
 
 def _scattered(
-    operation: str, x: Array, op: str | Monoid, world: World, algorithm: str, out: Array | None
+    operation: str,
+    x: Array,
+    op: str | Monoid,
+    world: World,
+    algorithm: str,
+    out: Array | None,
+    prescale: float,
+    postscale: float,
 ) -> tuple[_Plan, np.ndarray, np.ndarray]:
     """Return the plan of a reduce-scatter, its working memory with the values of ``x``, and memory for the shard."""
-    plan = _planned(operation, x, op, algorithm, world)
+    plan = _planned(operation, x, op, algorithm, world, 0, prescale, postscale)
     ends = bounds(x.size, world.size)
     count = ends[world.rank + 1] - ends[world.rank]
     host = on_host(x)
@@ -180,7 +218,7 @@ def _scattered(
         check_like(operation, out, (count,), x.dtype)
     in_place = type(x) is np.ndarray and x.flags.carray and type(out) is np.ndarray and np.shares_memory(x, out)
     work = host.reshape(-1) if in_place else np.array(host, order="C").reshape(-1)
-    return plan, work, np.empty(count, host.dtype) if world.size > 1 else work.copy()
+    return plan, work, np.empty(count, host.dtype)
 
 
 def _shard(result: np.ndarray, x: Array, out: Array | None) -> Array:
@@ -326,6 +364,9 @@ def reduce(
     world: World | None = None,
     algorithm: str = "auto",
     out: ArrayT | None = None,
+    *,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
 ) -> ArrayT:
     """Reduce ``x`` elementwise over all ranks, for rank ``root`` only; every rank must call.
 
@@ -336,15 +377,16 @@ def reduce(
         world: as for `allreduce`.
         algorithm: ``"auto"``, or a name in ``ALGORITHMS["reduce"]``.
         out: receives the result on ``root``, x's shape and dtype; default ``x`` itself. Other ranks change nothing.
+        prescale: as for `allreduce`.
+        postscale: as for `allreduce`.
 
     Returns:
         The result on ``root``, ``x`` on other ranks.
     """
     world = ranks_of(world)
     root = checked_root("reduce", root, world)
-    plan, staged, target = _rooted("reduce", x, op, root, world, algorithm, out)
-    if world.size > 1:
-        plan.run(world, flat(staged), root)
+    plan, staged, target = _rooted("reduce", x, op, root, world, algorithm, out, prescale, postscale)
+    plan.run(world, flat(staged), root)
     if world.rank == root and staged is not target:
         bring_back(staged, target)
     return target
@@ -358,15 +400,17 @@ def ireduce(
     world: World | None = None,
     algorithm: str = "auto",
     out: ArrayT | None = None,
+    *,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
 ) -> Operation[ArrayT]:
     """Start a `reduce`, whose arguments and errors it has; as `iallreduce`."""
     world = ranks_of(world)
     root = checked_root("ireduce", root, world)
-    plan, staged, target = _rooted("ireduce", x, op, root, world, algorithm, out)
+    plan, staged, target = _rooted("ireduce", x, op, root, world, algorithm, out, prescale, postscale)
 
     def steps() -> StepsTo[ArrayT]:
-        if world.size > 1:
-            yield from plan.machine(world, flat(staged), root)
+        yield from plan.machine(world, flat(staged), root)
         if world.rank == root and staged is not target:
             bring_back(staged, target)
         return target
@@ -375,10 +419,18 @@ def ireduce(
 
 
 def _rooted(
-    operation: str, x: ArrayT, op: str | Monoid, root: int, world: World, algorithm: str, out: ArrayT | None
+    operation: str,
+    x: ArrayT,
+    op: str | Monoid,
+    root: int,
+    world: World,
+    algorithm: str,
+    out: ArrayT | None,
+    prescale: float,
+    postscale: float,
 ) -> tuple[_Plan, np.ndarray, ArrayT]:
     """Return the plan of a reduce, its working memory with the values of ``x``, and the array that gets the result."""
-    plan = _planned(operation, x, op, algorithm, world, root)
+    plan = _planned(operation, x, op, algorithm, world, root, prescale, postscale)
     if out is None:
         refuse_change(x, "x", operation)  # on all ranks, although only the root changes it
     is_root = world.rank == root
@@ -394,110 +446,178 @@ def _rooted(
 
 @dataclass(slots=True)
 class _Plan:
-    """A validated kind of call: its algorithm, its reduction, and the values that must agree on all ranks.
-
-    ``takes_quotients`` marks a mean of integers, see `communicator.Quotients`, whose reduction is that of sums.
-    """
+    """A validated kind of call: its algorithm, its reduction, and the values that must agree on all ranks."""
 
     algorithm: Algorithm
     reduction: Reduction
     call: Call
-    takes_quotients: bool
+    bound: Callable[[World, np.ndarray], None] | None = None
+    """`run` of an array in place as one kernel call, see `Algorithm.bound`; None before the first call."""
 
     def run(self, world: World, x: np.ndarray, *root: int, result: np.ndarray | None = None) -> None:
         """Reduce ``x``, shape ``(count,)``, in place, or this rank's shard into ``result``."""
-        if not self.takes_quotients:
-            into = () if result is None else (result,)
-            self.algorithm.run(world, self.call, x, *into, self.reduction, *root)
+        if world.size == 1:
+            self._of_one(x, result)
             return
-        sums = Quotients(x, world.size)
-        if result is None:
-            for part in sums.parts:
-                self.algorithm.run(world, self.call, part, self.reduction, *root)
-            if root in ((), (world.rank,)):
-                sums.finish(sums.parts, x)
-            return
-        shards = [np.empty(result.size, part.dtype) for part in sums.parts]
-        for part, shard in zip(sums.parts, shards, strict=True):
-            self.algorithm.run(world, self.call, part, shard, self.reduction)
-        sums.finish(shards, result)
+        into = () if result is None else (result,)
+        self.algorithm.run(world, self.call, x, *into, self.reduction, *root)
+        if type(self) is _Plan:
+            self.bound = self.algorithm.bound(world, self.call, x, self.reduction)
 
     def machine(self, world: World, x: np.ndarray, *root: int, result: np.ndarray | None = None) -> Steps:
-        """Return `run` as a machine."""
-        if not self.takes_quotients:
-            into = () if result is None else (result,)
-            return self.algorithm.machine(world, self.call, x, *into, self.reduction, *root)
+        """Run `run` as a machine."""
+        if world.size == 1:
+            self._of_one(x, result)
+            return
+        into = () if result is None else (result,)
+        yield from self.algorithm.machine(world, self.call, x, *into, self.reduction, *root)
+
+    def _of_one(self, x: np.ndarray, result: np.ndarray | None) -> None:
+        if self.reduction.prescale != 1 or self.reduction.postscale != 1:
+            self.reduction.finish(self.reduction.widened(x), 1, x if result is None else result)
+        elif result is not None:
+            result[...] = x
+
+
+class _PlanOfQuotients(_Plan):
+    """The plan of a mean of integers, see `communicator.Quotients`; its reduction is that of sums."""
+
+    def run(self, world: World, x: np.ndarray, *root: int, result: np.ndarray | None = None) -> None:
+        """See `_Plan.run`."""
+        sums, shards = self._begun(world, x, result)
+        for part, shard in zip(sums.parts, shards, strict=True):
+            _Plan.run(self, world, part, *root, result=shard)
+        self._finish(world, x, root, sums, shards, result)
+
+    def machine(self, world: World, x: np.ndarray, *root: int, result: np.ndarray | None = None) -> Steps:
+        """See `_Plan.machine`."""
+        sums, shards = self._begun(world, x, result)
+        for part, shard in zip(sums.parts, shards, strict=True):
+            yield from _Plan.machine(self, world, part, *root, result=shard)
+        self._finish(world, x, root, sums, shards, result)
+
+    def _begun(
+        self, world: World, x: np.ndarray, result: np.ndarray | None
+    ) -> tuple[Quotients, list[np.ndarray | None]]:
         sums = Quotients(x, world.size)
-        shards = [] if result is None else [np.empty(result.size, part.dtype) for part in sums.parts]
-        machines = [
-            self.algorithm.machine(world, self.call, part, *shards[number : number + 1], self.reduction, *root)
-            for number, part in enumerate(sums.parts)
-        ]
+        return sums, [None if result is None else np.empty(result.size, part.dtype) for part in sums.parts]
 
-        def steps() -> Steps:
-            for machine in machines:
-                yield from machine
-            if result is not None:
-                sums.finish(shards, result)
-            elif root in ((), (world.rank,)):
-                sums.finish(sums.parts, x)
-
-        return steps()
+    def _finish(
+        self, world: World, x: np.ndarray, root: tuple[int, ...], sums: Quotients, shards: Any, result: Any
+    ) -> None:
+        if result is not None:
+            sums.finish(shards, result)
+        elif root in ((), (world.rank,)):
+            sums.finish(sums.parts, x)
 
 
-def _planned(operation: str, x: Array, op: str | Monoid, algorithm: str, world: World, root: int = 0) -> _Plan:
+class _PlanOfBools(_Plan):
+    """The plan of a named reduction of bools, as bytes: "or" is their maximum and "and" their minimum."""
+
+    def run(self, world: World, x: np.ndarray, *root: int, result: np.ndarray | None = None) -> None:
+        """See `_Plan.run`."""
+        _Plan.run(self, world, bytes_of(x), *root, result=None if result is None else bytes_of(result))
+
+    def machine(self, world: World, x: np.ndarray, *root: int, result: np.ndarray | None = None) -> Steps:
+        """See `_Plan.machine`."""
+        yield from _Plan.machine(self, world, bytes_of(x), *root, result=None if result is None else bytes_of(result))
+
+
+_BOOLS = {"sum": "max", "max": "max", "prod": "min", "min": "min"}
+"""The reductions of bools as bytes."""
+
+
+def _planned(
+    operation: str,
+    x: Array,
+    op: str | Monoid,
+    algorithm: str,
+    world: World,
+    root: int = 0,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+) -> _Plan:
     """Return the cached plan of a call; only the first calls of a world communicate for it."""
     if type(x) is not np.ndarray:
         refuse_mask(operation, "x", x)
     by_monoid = type(op) is not str and isinstance(op, Monoid)
     try:
-        key = (operation, x.shape, x.dtype, op.name if by_monoid else op, by_monoid, algorithm, root)  # type: ignore[union-attr]
+        name = op.name if by_monoid else op  # type: ignore[union-attr]
+        key = operation, x.shape, x.dtype, name, by_monoid, algorithm, root, prescale, postscale
         plan: _Plan | None = world.kept.get(CHOICES, _NO_PLANS).get(key)
     except AttributeError:
         raise UnsupportedError(operation, where="x", expected="an array", got=type(x).__name__) from None
     except TypeError:
+        _factors(operation, prescale, postscale)
         got = f"{op!r} and {algorithm!r}"
         raise UnsupportedError(operation, where="op and algorithm", expected="names", got=got) from None
     if plan is None:
+        factors = _factors(operation, prescale, postscale)
         with world.meeting(), Watchdog.of(world).watching(operation, x):
             if algorithm == "auto" and not registry.is_loaded(world):
                 # The choice exchanges node data, so check first that all ranks made this call.
                 progress = ProgressEngine.of(world)
                 progress.finish()
-                progress.calls.agree(_call(operation, x, op, algorithm, root))
-            plan = _validated(operation, x, op, algorithm, world, root)
+                progress.calls.agree(_call(operation, x, op, algorithm, root, factors))
+            plan = _validated(operation, x, op, algorithm, world, root, factors)
             plans = world.kept.setdefault(CHOICES, {})
             if len(plans) >= _MOST_PLANS:
                 plans.clear()
             plans[key] = plan
     if by_monoid:  # the cached plan may be of another function with the same name
-        return _Plan(plan.algorithm, resolve(operation, op, x.dtype), plan.call, False)
+        return _Plan(plan.algorithm, resolve(operation, op, x.dtype), plan.call)
     return plan
 
 
-def _validated(operation: str, x: Array, op: str | Monoid, algorithm: str, world: World, root: int) -> _Plan:
+def _factors(operation: str, prescale: float, postscale: float) -> tuple[float, float]:
+    return number(operation, "prescale", prescale), number(operation, "postscale", postscale)
+
+
+def _validated(
+    operation: str,
+    x: Array,
+    op: str | Monoid,
+    algorithm: str,
+    world: World,
+    root: int,
+    factors: tuple[float, float],
+) -> _Plan:
     if not hasattr(x.dtype, "kind"):
         got = f"a {type(x).__name__} of {x.dtype}"
         raise UnsupportedError(operation, where="x", expected="an array of NumPy, CuPy or PyTorch", got=got)
-    moved = op is _MOVED
-    known = "iufbc" if moved else "iuf"  # data that is only moved may be complex or bool, too
-    dtype = np.dtype(x.dtype.str) if x.dtype.kind in known else x.dtype
-    if not (dtype.kind in known or is_float(dtype)) or not dtype.isnative:
-        expected = "a native integer or float" + (", complex or bool" if moved else "")
+    dtype = np.dtype(x.dtype.str) if x.dtype.kind in "iufbc" else x.dtype
+    if not (dtype.kind in "iufbc" or is_float(dtype)) or not dtype.isnative:
+        expected = "a native integer, float, complex or bool"
         raise UnsupportedError(operation, where="dtype", expected=expected, got=dtype.str)
-    takes_quotients = op == "mean" and dtype.kind in "iu"
-    summed = Quotients.dtype_for(dtype) if takes_quotients else dtype
-    reduction = resolve(operation, "sum" if moved or takes_quotients else op, summed)
+    kind, reduction, reduced = _Plan, None, dtype
+    if op is not _MOVED:
+        refuse_factors(operation, op, dtype, *factors)
+        kind, reduction, reduced = _kind_of(operation, op, dtype, factors)
     collective = operation.removeprefix("i")
     nbytes = 1 << x.nbytes.bit_length() >> 1  # one choice per power of two
     blocks = not operation.startswith("i")
-    chosen = find(collective, algorithm, nbytes, summed, None if moved else reduction, world, blocks)
-    return _Plan(chosen, reduction, _call(operation, x, op, chosen.name, root), takes_quotients)
+    chosen = find(collective, algorithm, nbytes, reduced, reduction, world, blocks)
+    call = _call(operation, x, op, chosen.name, root, factors)
+    return kind(chosen, reduction or resolve(operation, "sum", dtype), call)
 
 
-def _call(operation: str, x: Array, op: str | Monoid, algorithm: str, root: int) -> Call:
+def _kind_of(
+    operation: str, op: str | Monoid, dtype: np.dtype, factors: tuple[float, float]
+) -> tuple[type[_Plan], Reduction, np.dtype]:
+    """Return the kind of plan that reduces arrays of ``dtype``, its reduction, and the dtype that this reduces."""
+    if op == "mean" and dtype.kind in "iu":
+        summed = Quotients.dtype_for(dtype)
+        return _PlanOfQuotients, resolve(operation, "sum", summed), summed
+    if dtype.kind == "b" and isinstance(op, str) and op in _BOOLS:
+        byte = np.dtype(np.uint8)
+        return _PlanOfBools, resolve(operation, _BOOLS[op], byte), byte
+    return _Plan, resolve(operation, op, dtype, *factors), dtype
+
+
+def _call(operation: str, x: Array, op: str | Monoid, algorithm: str, root: int, factors: tuple[float, float]) -> Call:
     """Return the values that must agree on all ranks."""
     name = op.name if isinstance(op, Monoid) else "" if op is _MOVED else op
     dtype = getattr(x.dtype, "name", x.dtype)
     of = f"{operation} of {tuple(x.shape)} {dtype}"
-    return Call(operation, of, f"op {name!r}", f"algorithm {algorithm!r}", f"root {root}")
+    scaled = f"prescale {factors[0]!r} and postscale {factors[1]!r}"
+    return Call(operation, of, f"op {name!r}", scaled, f"algorithm {algorithm!r}", f"root {root}")

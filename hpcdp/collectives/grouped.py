@@ -28,7 +28,13 @@ from .staging import accepts_tensors, bring_back, bytes_of, check_writeable, mov
 
 @accepts_tensors
 def grouped_allreduce(
-    xs: Sequence[Array], op: str | Monoid = "sum", world: World | None = None, algorithm: str = "auto"
+    xs: Sequence[Array],
+    op: str | Monoid = "sum",
+    world: World | None = None,
+    algorithm: str = "auto",
+    *,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
 ) -> list[Array]:
     """Reduce every array of a list elementwise over all ranks, in place; every rank must call.
 
@@ -37,6 +43,8 @@ def grouped_allreduce(
         op: as for `allreduce`.
         world: the ranks; default `hpcdp.init()`.
         algorithm: as for `allreduce`.
+        prescale: as for `allreduce`.
+        postscale: as for `allreduce`.
 
     Returns:
         The arrays.
@@ -45,12 +53,18 @@ def grouped_allreduce(
         UnsupportedError: ``xs`` is no list of arrays, or as `allreduce`.
         MismatchError: ranks differ in an array, op or algorithm; the same error on every rank.
     """
-    return igrouped_allreduce(xs, op, world, algorithm).wait()
+    return igrouped_allreduce(xs, op, world, algorithm, prescale=prescale, postscale=postscale).wait()
 
 
 @accepts_tensors
 def igrouped_allreduce(
-    xs: Sequence[Array], op: str | Monoid = "sum", world: World | None = None, algorithm: str = "auto"
+    xs: Sequence[Array],
+    op: str | Monoid = "sum",
+    world: World | None = None,
+    algorithm: str = "auto",
+    *,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
 ) -> Operation[list[Array]]:
     """Start a `grouped_allreduce`, whose arguments and errors it has; ``wait()`` returns its result."""
     name, world = "grouped_allreduce", ranks_of(world)
@@ -59,7 +73,8 @@ def igrouped_allreduce(
         check_writeable(name, "xs", x)
     packed: list[Array] = [np.concatenate([group.hosts[i].reshape(-1) for i in members]) for members in group.by_dtype]
     operations: list[Operation[Any]] = [_compared(name, group, world)]
-    operations += [api.iallreduce(part, op, world, algorithm) for part in packed]
+    factors = {"prescale": prescale, "postscale": postscale}
+    operations += [api.iallreduce(part, op, world, algorithm, **factors) for part in packed]
 
     def finish() -> list[Array]:
         for members, part in zip(group.by_dtype, packed, strict=True):
@@ -73,7 +88,13 @@ def igrouped_allreduce(
 
 @accepts_tensors
 def grouped_reduce_scatter(
-    xs: Sequence[Array], op: str | Monoid = "sum", world: World | None = None, algorithm: str = "auto"
+    xs: Sequence[Array],
+    op: str | Monoid = "sum",
+    world: World | None = None,
+    algorithm: str = "auto",
+    *,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
 ) -> list[Array]:
     """Reduce every array of a list over all ranks and leave every rank its shards; every rank must call.
 
@@ -82,6 +103,8 @@ def grouped_reduce_scatter(
         op: as for `allreduce`.
         world: the ranks; default `hpcdp.init()`.
         algorithm: as for `reduce_scatter`.
+        prescale: as for `allreduce`.
+        postscale: as for `allreduce`.
 
     Returns:
         New arrays, this rank's shard of each, as `reduce_scatter` has them.
@@ -89,15 +112,22 @@ def grouped_reduce_scatter(
     Raises:
         HpcdpError: as `grouped_allreduce`.
     """
-    return igrouped_reduce_scatter(xs, op, world, algorithm).wait()
+    return igrouped_reduce_scatter(xs, op, world, algorithm, prescale=prescale, postscale=postscale).wait()
 
 
 @accepts_tensors
 def igrouped_reduce_scatter(
-    xs: Sequence[Array], op: str | Monoid = "sum", world: World | None = None, algorithm: str = "auto"
+    xs: Sequence[Array],
+    op: str | Monoid = "sum",
+    world: World | None = None,
+    algorithm: str = "auto",
+    *,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
 ) -> Operation[list[Array]]:
     """Start a `grouped_reduce_scatter`, whose arguments and errors it has; ``wait()`` returns its result."""
     name, world = "grouped_reduce_scatter", ranks_of(world)
+    factors = {"prescale": prescale, "postscale": postscale}
     group, n = _Group.of(name, xs), world.size
     limits = [bounds(host.size, n) for host in group.hosts]
     operations: list[Operation[Any]] = [_compared(name, group, world)]
@@ -111,7 +141,7 @@ def igrouped_reduce_scatter(
             for row, (first, last) in zip(rows, itertools.pairwise(limits[i]), strict=True):
                 row[start : start + last - first] = x[first:last]
         own = np.empty(starts[-1], rows.dtype)
-        operations.append(api.ireduce_scatter(rows.reshape(-1), op, world, algorithm, own))
+        operations.append(api.ireduce_scatter(rows.reshape(-1), op, world, algorithm, own, **factors))
         scattered.append((members, starts, own))
 
     def finish() -> list[Array]:

@@ -81,14 +81,14 @@ class _Lane:
                 total = self._staged[me, own]  # unused by the staging
                 total[...] = parts[0]
             for part in parts[1:]:
-                op.into(total, part)
+                op.into(total, op.widened(part))
             self._total = total
 
     def finish(self, x: np.ndarray, op: Reduction, rail: ring.Ring | None, tag: int, ranks: int) -> Steps:
         """Reduce the staged sums over the nodes, and copy the result over ``ranks`` ranks to ``x``."""
         me = self._memory.rank
         if rail is not None:
-            yield from ring.allreduce_segment(self._total, op.without_mean(), rail, tag)
+            yield from ring.allreduce_segment(self._total, op.of_partial_results(), rail, tag)
             op.finish(self._total, ranks, self._staged[me, self._shards[me]])
         yield [self._arrived(self._post())]
         for owner, shard in enumerate(self._shards):

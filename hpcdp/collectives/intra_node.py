@@ -11,11 +11,15 @@ of the local ranks, so all ranks get the same bits in every run.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
 import numpy as np
 
 from .. import kernels
 from ..comm import Reduction, World
-from ..comm.communicator import OPS, Steps, split
+from ..comm.communicator import OPS, Steps, real_numbers, split
 from ..comm.consistency import Call, Calls, InMemory
 from ..comm.tasks import run_until_complete
 from ..core.arrays import words
@@ -31,6 +35,23 @@ BY_ALL_NBYTES = 4 * 1024
 
 DTYPE_CHARS = "eEfdbilqBILQ"
 """Character codes of the dtypes with kernels: all floats up to float64, integers of 8, 32 and 64 bits."""
+COMPLEX_CHARS = "FD"
+"""Character codes of the dtypes that are summed as pairs of floats."""
+
+
+Exchange = Callable[[np.ndarray], int]
+"""A resumable kernel that reduces an array in place; returns `shm_allreduce.DONE` or another of its values."""
+
+
+class BoundExchange(NamedTuple):
+    """An exchange of arrays of one length and dtype, ready to be called."""
+
+    kernel: Exchange
+    done: int
+    """The value that the kernel returns when the exchange is complete."""
+    resume: Callable[[int, Exchange, np.ndarray, Call], None]
+    """``resume(returned, kernel, x, call)`` blocks until it is complete after the kernel has returned another value."""
+    calls: InMemory
 
 
 class _Staging:
@@ -58,18 +79,39 @@ class _Staging:
         self._move, self._rows = self._exchange.exchange, sums
         self._by_all_nbytes = min(BY_ALL_NBYTES // max(memory.size - 1, 1), CHUNK_NBYTES)
 
-    def allreduce_now(self, flat: np.ndarray, op: str, call: Call) -> None:
+    def allreduce_now(self, flat: np.ndarray, op: Reduction, call: Call) -> None:
         """Reduce ``flat``, shape ``(count,)``, in place, blocking; nothing else may be in progress."""
-        staging = self._sums.get(flat.dtype) if op in ("sum", "mean") else None
-        if staging is None:
+        numbers = real_numbers(flat)
+        exchange = self._sums_of(numbers, op, call)
+        if exchange is None:
             run_until_complete(self.allreduce(flat, op, call, patient=True))
             return
         self._calls.be_patient()
-        exchange = self._sum_by_all if flat.nbytes <= self._by_all_nbytes else self._sum_by_owners
-        while (met := exchange(flat, staging, self._counters, self._state, call.signature)) != self._done:
+        if (met := exchange(numbers)) != self._done:
+            self._resume(met, exchange, numbers, call)
+
+    def _sums_of(self, x: np.ndarray, op: Reduction, call: Call) -> Exchange | None:
+        """Return the resumable kernel that sums arrays like ``x`` in place, or None if there is none."""
+        staging = self._sums.get(x.dtype) if op.name in ("sum", "mean") else None
+        if staging is None:
+            return None
+        kernel = self._sum_by_all if x.nbytes <= self._by_all_nbytes else self._sum_by_owners
+        return partial(kernel, staging, self._counters, self._state, call.signature, *op.factors(self._memory.size))
+
+    def bound(self, x: np.ndarray, op: Reduction, call: Call) -> BoundExchange | None:
+        """Return the exchange that reduces arrays like ``x`` by one kernel call; None if there is none."""
+        exchange = self._sums_of(x, op, call)
+        return None if exchange is None else BoundExchange(exchange, self._done, self._resume, self._calls)
+
+    def _resume(self, met: int, exchange: Exchange, x: np.ndarray, call: Call) -> None:
+        """Block until an exchange that has returned ``met`` is complete.
+
+        Raises:
+            MismatchError: the ranks made different calls.
+        """
+        while met != self._done:
             run_until_complete(self._not_yet(met, call))
-        if op == "mean":
-            flat /= flat.dtype.type(self._memory.size)
+            met = exchange(x)
 
     def share_now(self, flat: np.ndarray, first: int, last: int, call: Call) -> None:
         """Gather every rank's shard of ``flat``, ``(nbytes,)`` uint8, on all, blocking; see `shm_allreduce.share`."""
@@ -97,19 +139,17 @@ class _Staging:
         while (met := self._move(sent, received, firsts, ends, longest, rows, counters, n, state, kind)) != self._done:
             yield from self._not_yet(met, call)
 
-    def allreduce(self, flat: np.ndarray, op: str, call: Call, patient: bool) -> Steps:
+    def allreduce(self, flat: np.ndarray, op: Reduction, call: Call, patient: bool) -> Steps:
         """Reduce ``flat``, shape ``(count,)``, in place; a ``patient`` machine waits inside the kernels."""
         yield from self._calls.turn(self._calls.begin(), patient)
         try:
-            staging = self._sums.get(flat.dtype) if op in ("sum", "mean") else None
-            if staging is None:
+            numbers = real_numbers(flat)
+            exchange = self._sums_of(numbers, op, call)
+            if exchange is None:
                 yield from self._reduce_by_owners(flat, op, call)
                 return
-            exchange = self._sum_by_all if flat.nbytes <= self._by_all_nbytes else self._sum_by_owners
-            while (met := exchange(flat, staging, self._counters, self._state, call.signature)) != self._done:
+            while (met := exchange(numbers)) != self._done:
                 yield from self._not_yet(met, call)
-            if op == "mean":
-                flat /= flat.dtype.type(self._memory.size)
         finally:
             self._calls.end()
 
@@ -128,17 +168,18 @@ class _Staging:
         while (met := self._exchange.meet(self._counters, n, self._state, call.signature)) != self._done:
             yield from self._not_yet(met, call)
 
-    def _reduce_by_owners(self, flat: np.ndarray, op: str, call: Call) -> Steps:
+    def _reduce_by_owners(self, flat: np.ndarray, op: Reduction, call: Call) -> Steps:
         """Run `shm_allreduce.sum_by_owners` for any dtype and reduction, with one kernel call per step."""
         if flat.dtype.char not in DTYPE_CHARS:
             expected = "a float or an integer of 8, 32 or 64 bits"
             raise UnsupportedError("allreduce", where="algorithm='shared'", expected=expected, got=flat.dtype)
         n, me = self._memory.size, self._memory.rank
         taken = words(flat)
-        staging = self._others.view(taken.dtype)
+        staging, code = self._others.view(taken.dtype), self._ops[op.of_partial_results().name]
+        factors = op.factors(n)
         if taken.dtype not in self._compiled:
             nothing = np.zeros((n, 1), taken.dtype)
-            self._reduce.combine_staged(nothing[0], nothing, me, 0, 0, self._ops[op])
+            self._reduce.combine_staged(nothing[0], nothing, me, 0, 0, code, *factors)
             self._compiled.add(taken.dtype)
         for first in range(0, max(taken.size, 1), staging.shape[2]):
             piece = taken[first : first + staging.shape[2]]
@@ -147,7 +188,7 @@ class _Staging:
             row = half[me, : piece.size]
             row[:lo], row[hi:] = piece[:lo], piece[hi:]
             yield from self._meet(call)
-            self._reduce.combine_staged(piece, half, me, lo, hi, self._ops[op])
+            self._reduce.combine_staged(piece, half, me, lo, hi, code, *factors)
             yield from self._meet(call)
             piece[:lo], piece[hi:] = row[:lo], row[hi:]
             self._half = 1 - self._half  # not reached after mismatched calls
@@ -160,12 +201,17 @@ def allreduce(x: np.ndarray, op: Reduction, world: World, call: Call) -> None:
         UnsupportedError: a dtype without a kernel.
         MismatchError: the ranks made different calls.
     """
-    _staging_of(world).allreduce_now(x, op.name, call)
+    _staging_of(world).allreduce_now(x, op, call)
+
+
+def bound_allreduce(x: np.ndarray, op: Reduction, world: World, call: Call) -> BoundExchange | None:
+    """Return the exchange that is an `allreduce` of arrays like ``x``; None if it takes several kernel calls."""
+    return _staging_of(world).bound(x, op, call)
 
 
 def allreduce_steps(x: np.ndarray, op: Reduction, world: World, call: Call) -> Steps:
     """Return `allreduce` as a machine."""
-    return _staging_of(world).allreduce(x, op.name, call, patient=False)
+    return _staging_of(world).allreduce(x, op, call, patient=False)
 
 
 def reduce_scatter(x: np.ndarray, out: np.ndarray, op: Reduction, world: World, call: Call) -> None:
@@ -235,7 +281,7 @@ def can_share(world: World) -> bool:
 
 def can_reduce(dtype: np.dtype, op: Reduction, world: World) -> bool:
     """Return whether all ranks share memory and kernels exist for the dtype and reduction."""
-    return op.named and dtype.char in DTYPE_CHARS and can_share(world)
+    return op.named and dtype.char in DTYPE_CHARS + COMPLEX_CHARS and can_share(world)
 
 
 def prepare(world: World) -> None:

@@ -53,6 +53,8 @@ class Algorithm:
     """True if its functions compare the calls of all ranks themselves."""
     prepare: Callable[[World], None] | None = None
     """Allocates what a world keeps for the algorithm, such as memory; all ranks call it before the first use."""
+    bind: Callable[..., intra_node.BoundExchange | None] | None = None
+    """Returns ``blocking`` for arrays like its first argument as one kernel call, or None; after the first use."""
 
     def machine(self, world: World, call: Call, x: np.ndarray, *others: object) -> Steps:
         """Return a machine that has not started; ``x`` and ``others`` are the collective's arguments."""
@@ -102,6 +104,38 @@ class Algorithm:
         finally:
             watchdog.leave(watched)
 
+    def bound(
+        self, world: World, call: Call, x: np.ndarray, op: Reduction
+    ) -> Callable[[World, np.ndarray], None] | None:
+        """Return `run` for arrays like ``x``, which has run before, as one kernel call; None without such a kernel.
+
+        Everything that does not change from call to call is looked up here. The watchdog sees a call only if it waits
+        longer than the kernel does, a fraction of a second.
+        """
+        exchange = None if self.bind is None or world.size == 1 else self.bind(x, op, world, call)
+        if exchange is None:
+            return None
+        kernel, done, resume, memory = exchange
+        progress = ProgressEngine.of(world)
+        watchdog, calls, active = progress.watchdog, progress.calls, progress.active
+
+        def run(world: World, x: np.ndarray) -> None:
+            if world.meetings or active.running or not memory.is_patient:
+                self.run(world, call, x, op)
+                return
+            watchdog.calls += 1
+            calls.number += 1
+            met = kernel(x)
+            if met != done:
+                watched = call.operation, x
+                watchdog.enter(watched)
+                try:
+                    resume(met, kernel, x, call)
+                finally:
+                    watchdog.leave(watched)
+
+        return run
+
     def _prepare(self, world: World, call: Call) -> None:
         progress = ProgressEngine.of(world)
         progress.finish()
@@ -126,9 +160,13 @@ def _flat(name: str, steps: Callable[..., Steps]) -> Algorithm:
 
 
 def _shared(
-    blocking: Callable[..., None], steps: Callable[..., Steps] | None = None, any_monoid: bool = True
+    blocking: Callable[..., None],
+    steps: Callable[..., Steps] | None = None,
+    any_monoid: bool = True,
+    bind: Callable[..., intra_node.BoundExchange | None] | None = None,
 ) -> Algorithm:
-    return Algorithm("shared", steps, blocking, any_monoid=any_monoid, compares=True, prepare=intra_node.prepare)
+    prepare = intra_node.prepare
+    return Algorithm("shared", steps, blocking, any_monoid=any_monoid, compares=True, prepare=prepare, bind=bind)
 
 
 def _by_name(*algorithms: Algorithm) -> dict[str, Algorithm]:
@@ -139,7 +177,12 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
     "allreduce": _by_name(
         _flat("reference", naive.allreduce),
         Algorithm("native", mpi_native.allreduce_steps, mpi_native.allreduce, any_monoid=False),
-        _shared(intra_node.allreduce, intra_node.allreduce_steps, any_monoid=False),
+        _shared(
+            intra_node.allreduce,
+            intra_node.allreduce_steps,
+            any_monoid=False,
+            bind=intra_node.bound_allreduce,
+        ),
         _flat("ring", ring.allreduce),
         _flat("bidirectional", ring.bidirectional_allreduce),
         _flat("halving_doubling", halving_doubling.allreduce),

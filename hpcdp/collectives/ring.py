@@ -82,7 +82,7 @@ def gather_shards(shards: Sequence[Array], ring: Ring, tag: int) -> Steps:
 def allreduce_segment(x: Array, op: Reduction, ring: Ring, tag: int) -> Steps:
     """Reduce ``x``, shape ``(count,)``, in place over the ring, as one segment."""
     if ring.size == 1:
-        op.finish(x, 1, x)
+        op.finish(op.widened(x), 1, x)
         return
     yield from _reduce_and_gather(*_chunks(x, op, ring), op, ring, tag)
 

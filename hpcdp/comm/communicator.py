@@ -14,7 +14,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Generator, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -55,7 +55,8 @@ class Monoid:
 class Reduction:
     """The reduction of two arrays into one; made by `resolve`.
 
-    16-bit floats are accumulated in float32 and rounded once. A mean is a sum that is divided when it is complete.
+    16-bit floats are accumulated in float32 and rounded once. A mean is a sum that is divided when it is complete. The
+    result is ``postscale * reduction(prescale * x)``, both factors rounded to the accumulator's dtype.
     """
 
     name: str
@@ -63,21 +64,56 @@ class Reduction:
     """``into(total, x)`` reduces ``x`` into ``total``, in place."""
     named: bool = True
     """True if ``name`` is one of `OPS`."""
+    prescale: float = 1.0
+    postscale: float = 1.0
 
-    def without_mean(self) -> Reduction:
-        """Return the reduction for partial results: the sum for a mean."""
-        return _NAMED["sum"] if self.name == "mean" and self.named else self
+    def of_partial_results(self) -> Reduction:
+        """Return the reduction for partial results: without factors, and the sum for a mean."""
+        return _NAMED["sum"] if self.named and self.name in ("sum", "mean") else self
 
     def widened(self, x: np.ndarray) -> np.ndarray:
-        """Return ``x`` in the accumulator's dtype: ``x`` itself, or a copy if the dtypes differ."""
-        return x.astype(np.float32) if x.dtype.itemsize == 2 and is_half(x) else x
+        """Return ``prescale * x`` in the accumulator's dtype: ``x`` itself, or a copy if they differ."""
+        wide = x.astype(np.float32) if x.dtype.itemsize == 2 and is_half(x) else x
+        if self.prescale == 1:
+            return wide
+        product = np.empty_like(x) if wide is x else wide
+        _multiply(wide, self.prescale, product)
+        return product
+
+    def factors(self, n: int) -> tuple[float, float, float]:
+        """Return what to multiply inputs by, and to divide the sum over ``n`` ranks by and multiply it by.
+
+        A power of two divides by its reciprocal, which gives the same bits in less time.
+        """
+        divisor = n if self.named and self.name == "mean" else 1
+        if divisor & (divisor - 1) == 0:
+            return self.prescale, 1.0, self.postscale / divisor
+        return self.prescale, float(divisor), self.postscale
 
     def finish(self, total: np.ndarray, n: int, out: np.ndarray) -> None:
         """Write the reduction over ``n`` ranks from its accumulator ``total`` to ``out``, which may be ``total``."""
-        if self.name == "mean" and self.named:
-            np.divide(total, total.dtype.type(n), out=total)
+        _, divisor, factor = self.factors(n)
+        scaled = out if out.dtype == total.dtype else total
+        if divisor != 1:
+            numbers = real_numbers(total)
+            np.divide(numbers, numbers.dtype.type(divisor), out=real_numbers(scaled))
+            total = scaled
+        if factor != 1:
+            _multiply(total, factor, scaled)
+            total = scaled
         if out is not total:
             narrow(total, out)
+
+
+def real_numbers(x: Array) -> Array:
+    """Return ``x``, contiguous, with complex numbers viewed as pairs of floats; no copy."""
+    return x.view(x.real.dtype) if x.dtype.kind == "c" else x
+
+
+@np.errstate(over="ignore", invalid="ignore")  # as sums: raising here would end one rank alone
+def _multiply(x: Array, factor: float, out: Array) -> None:
+    numbers = real_numbers(x)
+    np.multiply(numbers, numbers.dtype.type(factor), out=real_numbers(out))
 
 
 _UFUNCS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, "prod": np.multiply}
@@ -108,11 +144,13 @@ def _by_monoid(monoid: Monoid) -> Callable[[np.ndarray, np.ndarray], None]:
 _NAMED = {name: Reduction(name, _by(ufunc)) for name, ufunc in _UFUNCS.items()}
 
 
-def resolve(operation: str, op: str | Monoid, dtype: np.dtype) -> Reduction:
-    """Return the reduction called ``op`` for arrays of ``dtype``.
+def resolve(
+    operation: str, op: str | Monoid, dtype: np.dtype, prescale: float = 1.0, postscale: float = 1.0
+) -> Reduction:
+    """Return the reduction called ``op`` for arrays of ``dtype``, with factors before and after it.
 
     Raises:
-        UnsupportedError: the reduction is unknown, or a mean of integers (see `Quotients`).
+        UnsupportedError: the reduction is unknown, or not defined for the dtype; for means of integers see `Quotients`.
     """
     if isinstance(op, Monoid):
         return Reduction(op.name, _by_monoid(op), named=False)
@@ -122,7 +160,24 @@ def resolve(operation: str, op: str | Monoid, dtype: np.dtype) -> Reduction:
         raise UnsupportedError(
             operation, where="op", expected="a float dtype for op='mean'", got=dtype.name, remedy="use op='sum'"
         )
-    return _NAMED[op]
+    if dtype.kind == "c" and op not in ("sum", "mean"):
+        raise UnsupportedError(operation, where="op", expected=f"sum or mean for {dtype.name}", got=repr(op))
+    if prescale == 1 and postscale == 1:
+        return _NAMED[op]
+    return replace(_NAMED[op], prescale=prescale, postscale=postscale)
+
+
+def refuse_factors(operation: str, op: str | Monoid, dtype: np.dtype, prescale: float, postscale: float) -> None:
+    """Raise `UnsupportedError` for a factor other than 1, except of sums and means of floats or complex numbers."""
+    if op in ("sum", "mean") and (is_float(dtype) or dtype.kind == "c"):
+        return
+    for where, factor in (("prescale", prescale), ("postscale", postscale)):
+        if factor != 1:
+            name = op.name if isinstance(op, Monoid) else op
+            raise UnsupportedError(
+                operation, where=where, expected="1 unless x is of floats and op a sum or mean",
+                got=f"{factor:g} for op={name!r} of {dtype.name}",
+            )  # fmt: skip
 
 
 class Quotients:
@@ -179,7 +234,7 @@ def reduce_in_order(inputs: Sequence[np.ndarray], op: Reduction) -> np.ndarray:
     total = op.widened(inputs[0])
     total = total.copy() if total is inputs[0] else total
     for other in inputs[1:]:
-        op.into(total, other)
+        op.into(total, op.widened(other))
     op.finish(total, len(inputs), total)
     return total
 

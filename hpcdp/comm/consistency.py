@@ -381,7 +381,7 @@ class InMemory:
         self._half = 0
         self._meet, self._done = self.exchange.meet, self.exchange.DONE
         self._different = self.exchange.DIFFERENT
-        self._patient = True
+        self.is_patient = True
         self._tickets = self._served = 0
 
     def agree(self, call: Call) -> None:
@@ -449,8 +449,8 @@ class InMemory:
 
     def be_patient(self, patient: bool = True) -> None:
         """Choose whether kernels wait for other ranks, or return at once if some have not arrived."""
-        if patient != self._patient:
-            self._patient = patient
+        if patient != self.is_patient:
+            self.is_patient = patient
             self.state[[self.exchange.SPINS, self.exchange.SLEEP_NS]] = self.memory.patience if patient else 0
 
     def difference(self, call: Call) -> Steps:

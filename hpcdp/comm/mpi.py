@@ -430,8 +430,9 @@ class MpiCommunicator:
             self.native_allreduce(wide, op)
             narrow(wide, x)
             return
-        if x.dtype.kind not in "iuf" or not x.dtype.isnative:
-            raise UnsupportedError("allreduce", where="dtype", expected="a native integer or float", got=x.dtype.str)
+        if x.dtype.kind not in "iufc" or not x.dtype.isnative:
+            expected = "a native integer, float or complex"
+            raise UnsupportedError("allreduce", where="dtype", expected=expected, got=x.dtype.str)
         nan = self._nan_on_any_rank(x) if op in ("min", "max") and x.dtype.kind == "f" else None
         for piece in _pieces(x):
             self.mpi.Allreduce(MPI.IN_PLACE, piece, _OPS[op])

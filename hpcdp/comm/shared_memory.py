@@ -250,7 +250,7 @@ class NodeBarrier:
         """Load the kernels with a barrier of one rank, so that the first step does not have to."""
         counters, state = np.zeros(self._exchange.STRIDE, np.int32), self._exchange.state_of(0, self._memory.patience)
         self._meet(counters, 1, state, 0)
-        self._sum_by_all(np.zeros(1), np.zeros((2, 1, 1)), counters, state, 0)
+        self._sum_by_all(np.zeros((2, 1, 1)), counters, state, 0, 1.0, 1.0, 1.0, np.zeros(1))
 
     def barrier(self) -> None:
         """Block until every rank has called it as often as this one."""
@@ -270,7 +270,7 @@ class NodeBarrier:
         for place, number in enumerate(numbers):
             mine[place] = number
         board, counters, state = self._board, self._counters, self._state
-        while (met := self._sum_by_all(mine, board, counters, state, kind)) != self._done:
+        while (met := self._sum_by_all(board, counters, state, kind, 1.0, 1.0, 1.0, mine)) != self._done:
             self._wait_on(met)
         return mine[:kind].tolist()
 

@@ -231,7 +231,8 @@ class ProgressEngine:
         self.prepared: set[object] = set()
         """State that algorithms have prepared in this world, see `Algorithm.prepare`."""
         self._signatures = world.comm.signatures
-        self._active = TaskGroup([])
+        self.active = TaskGroup([])
+        """The operations in progress."""
         self._turn = threading.RLock()
         """Held by the thread that advances `_active`: worlds may be used by different threads."""
         self._round = 0
@@ -300,7 +301,7 @@ class ProgressEngine:
         call = (f"wait for {name}", x) if peer is None else (name, x, list, OWN, peer)
         operation: Operation[T] = Operation(call, test, has_ended, self.watchdog)
         with self._turn:
-            self._active.add(to_its_end())
+            self.active.add(to_its_end())
             if not ended and not self._is_polled:
                 self._poll_on_lane()
         if isinstance(failure, UnsupportedError):
@@ -309,14 +310,14 @@ class ProgressEngine:
 
     def run(self, name: str, steps: StepsTo[T], x: object) -> T:
         """Run an algorithm to its end, while operations that are in progress go on; return its result."""
-        if self._active.running:
+        if self.active.running:
             return self.start(name, steps, x).wait()
         with self.watchdog.watching(name, x):
             return run_until_complete(steps)
 
     def finish(self) -> None:
         """Block until no operation is in progress; needed before a blocking call, during which none would progress."""
-        if self._active.running:
+        if self.active.running:
             wait_for(self._go_on)
 
     def _poll_on_lane(self) -> None:
@@ -335,7 +336,7 @@ class ProgressEngine:
         if not self._turn.acquire(blocking=False):
             return True
         try:
-            self._is_polled = not self._active.test()
+            self._is_polled = not self.active.test()
             return self._is_polled
         finally:
             self._turn.release()
@@ -344,9 +345,9 @@ class ProgressEngine:
         """Advance every algorithm, also of other worlds; return whether all of this world's have ended."""
         for reference in self._all:
             progress = reference()
-            if progress is not None and progress._active.running and progress._turn.acquire(blocking=False):
+            if progress is not None and progress.active.running and progress._turn.acquire(blocking=False):
                 try:
-                    progress._active.test()
+                    progress.active.test()
                 finally:
                     progress._turn.release()
-        return not self._active.running
+        return not self.active.running

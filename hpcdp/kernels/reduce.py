@@ -135,24 +135,59 @@ def combine_into(rows, lo, hi, row, op):  # type: ignore[no-untyped-def]
             finish(partial, rows[target, first:last])
 
 
+@kernel(inline="always")
+def _scaled_sum_in_both(a, b, prescale, factor):  # type: ignore[no-untyped-def]
+    for i in range(a.size):
+        total = narrow((widen(a[i]) * prescale + widen(b[i]) * prescale) * factor, a)
+        a[i] = total
+        b[i] = total
+
+
+@kernel(inline="always")
+def _accumulate_scaled(partial, row, prescale):  # type: ignore[no-untyped-def]
+    for i in range(row.size):
+        partial[i] += widen(row[i]) * prescale
+
+
+@kernel(inline="always")
+def _multiply(partial, factor):  # type: ignore[no-untyped-def]
+    for i in range(partial.size):
+        partial[i] = partial[i] * factor
+
+
 @kernel()
-def combine_staged(x, rows, me, lo, hi, op):  # type: ignore[no-untyped-def]
+def combine_staged(x, rows, me, lo, hi, op, prescale, divisor, factor):  # type: ignore[no-untyped-def]
     """Reduce columns ``lo`` to ``hi`` of ``rows``, shape ``(n, m)``, with ``x`` as row ``me``, into all of them.
 
-    The cache lines read are those written, so each moves between cores once.
+    The cache lines read are those written, so each moves between cores once. Inputs of a sum are first multiplied by
+    ``prescale``, and the sum is divided by ``divisor`` (1 for two rows) and then multiplied by ``factor``, in the
+    accumulator's dtype; all are 1 for integers and other reductions.
     """
-    n = rows.shape[0]
+    n, number = rows.shape[0], type(widen(rows[0, 0]))
+    before, over, after = number(prescale), number(divisor), number(factor)
     if n == 2 and op == SUM:
-        sum_in_both(x[lo:hi], rows[1 - me, lo:hi])
+        if before == 1 and after == 1:
+            sum_in_both(x[lo:hi], rows[1 - me, lo:hi])
+        else:
+            _scaled_sum_in_both(x[lo:hi], rows[1 - me, lo:hi], before, after)
         return
-    partial = np.empty(BLOCK, type(widen(rows[0, 0])))
+    partial = np.empty(BLOCK, number)
     for first in range(lo, hi, BLOCK):
         last = min(first + BLOCK, hi)
-        start(partial, x[first:last] if me == 0 else rows[0, first:last])
+        block = partial[: last - first]
+        start(block, x[first:last] if me == 0 else rows[0, first:last])
+        if before != 1:
+            _multiply(block, before)
         for other in range(1, n):
-            accumulate(partial, x[first:last] if me == other else rows[other, first:last], op)
-        if op == MEAN:
-            divide(partial[: last - first], n)
+            row = x[first:last] if me == other else rows[other, first:last]
+            if before != 1:
+                _accumulate_scaled(block, row, before)
+            else:
+                accumulate(block, row, op)
+        if over != 1:
+            divide(block, over)
+        if after != 1:
+            _multiply(block, after)
         finish(partial, x[first:last])
         for other in range(n):
             if other != me:

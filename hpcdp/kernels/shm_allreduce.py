@@ -187,6 +187,49 @@ def _copy(out, x):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
+def _scaled_copy(out, x, factor):  # type: ignore[no-untyped-def]
+    if factor == 1:  # no multiplication: it is slow for subnormal numbers
+        _copy(out, x)
+    else:
+        for i in range(out.size):
+            out[i] = x[i] * factor
+
+
+@njit(inline="always")
+def _add(total, x, factor):  # type: ignore[no-untyped-def]
+    if factor == 1:
+        for i in range(total.size):
+            total[i] += x[i]
+    else:
+        for i in range(total.size):
+            total[i] += x[i] * factor
+
+
+@njit(inline="always")
+def _finish(total, divisor, factor):  # type: ignore[no-untyped-def]
+    if divisor != 1:
+        for i in range(total.size):
+            total[i] = total[i] / divisor
+    if factor != 1:
+        for i in range(total.size):
+            total[i] = total[i] * factor
+
+
+@njit(inline="always")
+def _sum_in_both(mine, other, prescale, factor):  # type: ignore[no-untyped-def]
+    if prescale == 1 and factor == 1:
+        for i in range(mine.size):
+            total = mine[i] + other[i]
+            mine[i] = total
+            other[i] = total
+    else:
+        for i in range(mine.size):
+            total = (mine[i] * prescale + other[i]) * factor
+            mine[i] = total
+            other[i] = total
+
+
+@njit(inline="always")
 def _arrive(counters, state, kind):  # type: ignore[no-untyped-def]
     # Beside its counter a rank posts the kind of its call. It alternates between two words: before it writes one again
     # it has waited for all ranks at the arrival between, so no rank still reads it.
@@ -227,22 +270,26 @@ def meet(counters, n, state, kind):  # type: ignore[no-untyped-def]
 
 
 @kernel()
-def sum_by_all(x, staging, counters, state, kind):  # type: ignore[no-untyped-def]
+def sum_by_all(staging, counters, state, kind, prescale, divisor, factor, x):  # type: ignore[no-untyped-def]
     """Sum arrays that every rank stages and all ranks read: one wait, ``n - 1`` sizes read.
 
     Args:
-        x: shape ``(count,)``, contiguous, ``count <= chunk``; replaced by the sum.
         staging: shape ``(2, n, chunk)``, shared.
         counters: the ranks' arrival counters, shared (see `wait`).
         state: shape ``(STATE_LENGTH,)``, this rank's.
         kind: a number for dtype, reduction and count; its low 32 bits are compared over the ranks.
+        prescale: factor of every rank's array, float64, as the next two rounded to the dtype; all 1 for integers.
+        divisor: divisor of the sum; 1 for two ranks, see `communicator.Reduction.factors`.
+        factor: factor of the sum, after the division.
+        x: shape ``(count,)``, contiguous, ``count <= chunk``; replaced by the result.
 
     Returns:
         `NOT_YET`, `DONE` or `DIFFERENT`.
     """
+    number = x.dtype.type
     half, n = staging[state[HALF]], staging.shape[1]
     if state[PHASE] == 0:
-        _copy(half[state[ME], : x.size], x)
+        _scaled_copy(half[state[ME], : x.size], x, number(prescale))
         _arrive(counters, state, kind)
     met = _all_arrived(counters, n, state, kind)
     if met != DONE:
@@ -254,12 +301,13 @@ def sum_by_all(x, staging, counters, state, kind):  # type: ignore[no-untyped-de
         row = half[rank, : x.size]
         for i in range(x.size):
             x[i] += row[i]
+    _finish(x, number(divisor), number(factor))
     _finish_chunk(state, 0)
     return DONE
 
 
 @kernel()
-def sum_by_owners(x, staging, counters, state, kind):  # type: ignore[no-untyped-def]
+def sum_by_owners(staging, counters, state, kind, prescale, divisor, factor, x):  # type: ignore[no-untyped-def]
     """Sum arrays by shards: every rank stages the others' shards, sums its own and writes the sum back in place.
 
     Two waits a chunk, ``2 (n - 1) / n`` sizes read. An owner writes the cache lines that it has read, so each moves
@@ -267,35 +315,35 @@ def sum_by_owners(x, staging, counters, state, kind):  # type: ignore[no-untyped
     """
     n, chunk, me = staging.shape[1], staging.shape[2], state[ME]
     partial = np.empty(_BLOCK, x.dtype)
+    one, before, over, after = x.dtype.type(1), x.dtype.type(prescale), x.dtype.type(divisor), x.dtype.type(factor)
     while state[POSITION] < x.size:
         count = min(chunk, x.size - state[POSITION])
         piece = x[state[POSITION] : state[POSITION] + count]
         half = staging[state[HALF]]
         lo, hi = count * me // n, count * (me + 1) // n
         if state[PHASE] == 0:
-            _copy(half[me, :lo], piece[:lo])
-            _copy(half[me, hi:count], piece[hi:])
+            _scaled_copy(half[me, :lo], piece[:lo], before)
+            _scaled_copy(half[me, hi:count], piece[hi:], before)
             _arrive(counters, state, kind)
         if state[PHASE] == 1:
             met = _all_arrived(counters, n, state, kind)
             if met != DONE:
                 return met
             if n == 2:
-                mine, others = piece[lo:hi], half[1 - me, lo:hi]
-                for i in range(mine.size):
-                    total = mine[i] + others[i]
-                    mine[i] = total
-                    others[i] = total
+                _sum_in_both(piece[lo:hi], half[1 - me, lo:hi], before, after)
             else:
                 for first in range(lo, hi, _BLOCK):
                     last = min(first + _BLOCK, hi)
-                    _copy(partial[: last - first], piece[first:last] if me == 0 else half[0, first:last])
+                    block = partial[: last - first]
+                    _scaled_copy(
+                        block, piece[first:last] if me == 0 else half[0, first:last], before if me == 0 else one
+                    )
                     for rank in range(1, n):
                         row = piece[first:last] if me == rank else half[rank, first:last]
-                        for i in range(row.size):
-                            partial[i] += row[i]
+                        _add(block, row, before if me == rank else one)
+                    _finish(block, over, after)
                     for rank in range(n):
-                        _copy(piece[first:last] if me == rank else half[rank, first:last], partial)
+                        _copy(piece[first:last] if me == rank else half[rank, first:last], block)
             _arrive(counters, state, kind)
         met = _all_arrived(counters, n, state, kind)
         if met != DONE:

@@ -1,11 +1,15 @@
 """Collectives in a node's memory: nothing is sent."""
 
+import contextlib
+
 import numpy as np
+import pytest
 from raises import raises
 
-from hpcdp.collectives import allgather, allreduce, broadcast, reduce
+from hpcdp.collectives import Monoid, allgather, allreduce, broadcast, iallreduce, reduce
 from hpcdp.comm import thread_comm
-from hpcdp.errors import UnsupportedError
+from hpcdp.core.state import refusing
+from hpcdp.errors import ConfigError, HpcdpError, MismatchError, UnsupportedError
 
 
 def test_nothing_is_sent():
@@ -27,3 +31,56 @@ def test_several_nodes_are_refused_by_name():
 def test_a_dtype_without_a_kernel_is_told():
     with raises(UnsupportedError, operation="allreduce", where="algorithm='shared'", expected=[8, 32, 64], got="int16"):
         thread_comm.run(2, lambda world: allreduce(np.zeros(3, "i2"), world=world, algorithm="shared"))
+
+
+def test_a_call_that_is_repeated_is_still_checked():
+    """After its first call an allreduce of one shape and dtype goes directly to its kernel."""
+
+    def rank(world):
+        part, n = world.split(0), world.size
+        x = np.full((2, 3), world.rank + 1.0)
+        for _ in range(3):
+            assert allreduce(x, world=part) is x
+            x /= n
+        with pytest.raises(UnsupportedError, match="expected a writeable array, got a read-only array"):
+            allreduce(np.broadcast_to(1.0, (2, 3)), world=part)
+        with pytest.raises(HpcdpError, match="got one that others read"), refusing([x], "one that others read"):
+            allreduce(x, world=part)
+        strided = np.full((4, 6), world.rank + 1.0)[::2, ::2]
+        assert (allreduce(strided, world=part) == n * (n + 1) / 2).all()
+        request = iallreduce(later := np.full((2, 3), 1.0), "sum", part, "ring")
+        assert (allreduce(np.ones((2, 3)), world=part) == n).all()
+        assert request.test() and (later == n).all()  # a blocking call completes what has been started
+        other = Monoid(np.fmax, name="sum")
+        assert (allreduce(np.full((2, 3), world.rank), other, part) == n - 1).all()
+        with pytest.raises(MismatchError, match=rf"op 'max' on rank {n - 1}"):
+            allreduce(np.ones((2, 3)), "max" if world.rank == n - 1 else "sum", part)
+        assert (allreduce(np.ones((2, 3)), world=part) == n).all()
+        part.close()
+        with pytest.raises(ConfigError, match="allreduce: expected an open world"):
+            allreduce(x, world=part)
+
+    for n in (2, 3):
+        thread_comm.run(n, rank)
+
+
+def test_a_repeated_call_gives_way_to_meetings():
+    """Such as the rounds of a store, whose methods must run before a collective."""
+    seen = []
+
+    class Store:
+        @contextlib.contextmanager
+        def aside(self):
+            seen.append(1)
+            yield
+
+    def rank(world):
+        store, x = Store(), np.ones(4)
+        for _ in range(2):
+            allreduce(x, world=world)
+        world.meetings.add(store.aside)
+        allreduce(x, world=world)
+        return x.tolist()
+
+    assert thread_comm.run(2, rank) == [[8.0] * 4] * 2
+    assert seen == [1, 1]

@@ -55,6 +55,22 @@ def test_the_first_rank_that_waits_says_for_whom(algorithm):
     assert reports[1].getvalue() == reports[2].getvalue() == "", "one report a cause"
 
 
+def test_a_repeated_call_is_reported_too():
+    """It goes directly to its kernel, and is watched when it waits there."""
+    reports = {}
+
+    def rank(world):
+        watched(world, 0.5, reports)
+        for _ in range(3):
+            allreduce(np.ones(5, "f4"), world=world)
+        if world.rank != 1:
+            allreduce(np.ones(5, "f4"), world=world)
+
+    with pytest.raises(WorldAborted):
+        thread_comm.run(3, rank)
+    assert "rank 0 of 3: allreduce of 5 float32 has not ended in 0.5 s: rank 1 (host" in reports[0].getvalue()
+
+
 @pytest.mark.parametrize("nodes", [[1, 1, 1], [1, 2]])
 def test_a_rank_of_another_node_is_named_and_says_where_it_is(nodes):
     """In no call, so that of itself it has nothing to say."""
