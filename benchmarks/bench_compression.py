@@ -24,7 +24,6 @@ from hpcdp.bench.measure import as_json, bus_factor, check_writable, describe, m
 from hpcdp.compression import CODECS, Compression, pays_below
 from hpcdp.core.checks import check_name
 from hpcdp.core.environment import launched_ranks
-from hpcdp.data_parallel.reductions import node_nbytes
 from hpcdp.errors import ConfigError
 from hpcdp.launch.parser import Parser, at_least
 
@@ -62,7 +61,7 @@ def measure(world: comm.World, model: Model, codecs: list[str], turns: int, step
     }
     rows = {}
     for name, training in trainings.items():
-        sent, _ = node_nbytes(training.trainer.reducer.coder, world)
+        sent, _, _ = training.trainer.reducer.node_nbytes()
         if name == NONE:
             sent = bus_factor(world.num_nodes) * sum(b.mine.nbytes for b in training.trainer.reducer.buckets)
         codec = None if name == NONE else Compression.of(name)

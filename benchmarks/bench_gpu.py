@@ -38,18 +38,18 @@ from hpcdp.launch.parser import Parser, at_least
 from hpcdp.launch.process_monitor import adopt, bound, end_orphans
 
 _JOB_S, _ENDING_S = 90.0, 10.0
-"""How long a job may take, and how long its end when it is told to."""
+"""Time limits of a job, and of its end after SIGTERM."""
 _LAST_S = 60.0
-"""How long a kernel may take that has begun in time."""
+"""Time limit of a kernel that started in time."""
 _SHARING = ("shared", "refused")
-"""Cases of ranks that share a GPU: they see one alone, also on a machine of several."""
+"""Cases of ranks that share a GPU; on a machine with several GPUs only one is visible to them."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _LAUNCH = [sys.executable, "-m", "hpcdp.cli", "launch"]
 
 
 @dataclass(frozen=True)
 class Job:
-    """A case of `bench_gpu_sums` on so many ranks, with ``ranks_per_node`` on each virtual node; None: one node."""
+    """A case of `bench_gpu_sums` with its ranks, and ranks on each virtual node; None: one node."""
 
     case: str
     ranks: int
@@ -57,7 +57,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """In a line of the table."""
+        """The name in the table."""
         nodes = 1 if self.ranks_per_node is None else -(-self.ranks // self.ranks_per_node)
         return f"{self.case}, {self.ranks} rank{'s' * (self.ranks > 1)}" + (f" on {nodes} nodes" if nodes > 1 else "")
 
@@ -68,8 +68,10 @@ class Job:
 
     def environment(self) -> Mapping[str, str]:
         """Return the variables to add to the environment."""
-        found = {} if self.ranks_per_node is None else {"HPCDP_RANKS_PER_NODE": str(self.ranks_per_node)}
-        return found | ({_VISIBLE: os.environ.get(_VISIBLE, "0").partition(",")[0]} if self.case in _SHARING else {})
+        variables = {} if self.ranks_per_node is None else {"HPCDP_RANKS_PER_NODE": str(self.ranks_per_node)}
+        return variables | (
+            {_VISIBLE: os.environ.get(_VISIBLE, "0").partition(",")[0]} if self.case in _SHARING else {}
+        )
 
 
 JOBS = (
@@ -87,7 +89,7 @@ def run_all(jobs: Sequence[Job], size: str, ends: float) -> Iterator[dict[str, A
         about = {"name": job.name, "case": job.case, "ranks": job.ranks}
         left = ends - time.monotonic()
         if left <= 0:
-            yield {**about, "failed": "not begun: no time left"}
+            yield {**about, "failed": "not started: no time left"}
             continue
         with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
             report = Path(folder, "report.json")
@@ -97,8 +99,8 @@ def run_all(jobs: Sequence[Job], size: str, ends: float) -> Iterator[dict[str, A
 def run_alone(size: str, batch: int, ends: float) -> dict[str, Any]:
     """Return the figures of `bench_gpu_alone`, which starts no kernel after ``ends`` (in `time.monotonic`).
 
-    It measures cuDNN's engines like PyTorch's. If it fails or hangs, ``failed`` has the reason, beside the figures
-    until then.
+    It measures cuDNN's engines like PyTorch's. If it fails or hangs, ``failed`` has the reason, in addition to the
+    figures until then.
     """
     left = max(1.0, ends - time.monotonic())
     with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
@@ -114,7 +116,7 @@ def _run(command: Sequence[str], more: Mapping[str, str], report: Path, limit_s:
         stderr=subprocess.STDOUT, text=True, start_new_session=True, preexec_fn=bound(),
     )  # fmt: skip
     try:
-        said, _ = process.communicate(timeout=limit_s)
+        output, _ = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         _end(process)
         return {**_read(report), "failed": f"no end after {limit_s:.0f} s"}
@@ -123,14 +125,14 @@ def _run(command: Sequence[str], more: Mapping[str, str], report: Path, limit_s:
         raise
     if report.exists():
         return _read(report)
-    lines = [line for line in said.splitlines() if line.strip(" -")]
-    told = next((line for line in lines if line.startswith(("skipped:", "hpcdp: "))), "")
-    return {"failed": told or (lines[-1] if lines else f"status {process.returncode}")}
+    lines = [line for line in output.splitlines() if line.strip(" -")]
+    reason = next((line for line in lines if line.startswith(("skipped:", "hpcdp: "))), "")
+    return {"failed": reason or (lines[-1] if lines else f"status {process.returncode}")}
 
 
 def _read(report: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(report.read_text()) if report.exists() else {}
-    return found
+    figures: dict[str, Any] = json.loads(report.read_text()) if report.exists() else {}
+    return figures
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -151,12 +153,12 @@ def line(row: Mapping[str, Any]) -> str:
         return f"{row['name']:<30}FAILED: {row['failed']}"
     share = "" if row["share"] is None else f"{row['share']:.2f}"
     wrong = f"  WRONG: {row['wrong']}" if row["wrong"] else ""
-    return f"{row['name']:<30}{share:>6}  {row['told']}{wrong}"
+    return f"{row['name']:<30}{share:>6}  {row['summary']}{wrong}"
 
 
 _LEAST_NBYTES = 4 << 10
 _FOR_JOBS = 0.6
-"""Of the time; the rest is for models and kernels."""
+"""The fraction of the time for jobs; the rest is for models and kernels."""
 
 
 def gpu_or_reason() -> tuple[Any, str]:
@@ -183,10 +185,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="python benchmarks/bench_gpu.py", description=__doc__)
     parser.add_argument("-m", dest="size", default="256M", help="bytes of one float32 array (256M)")
     parser.add_argument("--batch", type=at_least(1), default=256, help="of images (256)")
-    parser.add_argument("--limit-s", type=at_least(1), default=480, help="nothing begins after so many seconds (480)")
+    parser.add_argument("--limit-s", type=at_least(1), default=480, help="start nothing after so many seconds (480)")
     parser.add_argument("--json", metavar="FILE", default="gpu.json", help="for the figures (gpu.json)")
     args = parser.parse_args(argv)
-    if parse_size(args.size) < _LEAST_NBYTES:  # is refused here, and not by each job
+    if parse_size(args.size) < _LEAST_NBYTES:  # refuse here, not in each job
         raise ConfigError("gpu", where="-m", expected="at least 4K", got=args.size)
     if launched_ranks() is not None:
         raise ConfigError("gpu", expected="no launcher: it starts jobs of its own", got="mpirun or srun")

@@ -36,7 +36,7 @@ from hpcdp.train.trainer import Trainer
 
 _CHANNELS, _SIDE, _CLASSES, _FEATURES = 64, 32, 1000, 256
 _LAYERS, _PER_ROW = 16, 8
-"""That LARS has norms of, and values that are added to each row of a table."""
+"""Parameters of LARS, and values that are added to each row of a table."""
 _DRAWN = 1 << 22
 """So many numbers are drawn; more are those again, since a GPU would wait a minute for all of them."""
 _ROUNDED = 1e-5
@@ -65,8 +65,8 @@ class Case:
 
     def on(self, asarray: Callable[[np.ndarray], Array]) -> tuple[Callable[[], Any], tuple[Array, ...]]:
         """Return the call on copies of its arrays by ``asarray``, and the copies."""
-        found = tuple(map(asarray, self.arrays))
-        return partial(self.call, kernels.kernels_for(self.family, found[0]), *found), found
+        arrays = tuple(map(asarray, self.arrays))
+        return partial(self.call, kernels.kernels_for(self.family, arrays[0]), *arrays), arrays
 
     def wrong(self, asarray: Callable[[np.ndarray], Array]) -> int:
         """Return the number of elements of one call's arrays that differ from the reference."""
@@ -96,7 +96,7 @@ def _named(name: str, *numbers: Any, behind: int | None = None) -> Callable[...,
 
 
 def cases(count: int) -> Iterator[Case]:
-    """Each kernel on arrays of about ``count`` elements, made when it is asked for."""
+    """Yield each kernel with arrays of about ``count`` elements."""
     yield from _flat(count)
     yield from _of_layers(count)
     yield from _codecs(count)
@@ -200,7 +200,7 @@ def _layers(batch: int) -> Iterator[Case]:
         ("average_pool", (x, small)), ("average_pool_gradient", (gy[:, :, ::2, ::2].copy(), np.zeros_like(x))),
         ("max_pool", (x, small, chosen)), ("max_pool_gradient", (gy[:, :, ::2, ::2].copy(), chosen, np.zeros_like(x))),
     ):  # fmt: skip
-        moved = sum(each.nbytes for each in pooled)
+        moved = sum(array.nbytes for array in pooled)
         yield Case(name.replace("_", " "), "convolution", _named(name, *twice), pooled, moved)
     planes = x.reshape(batch, _CHANNELS, -1)
     scale, shift, *saved = abs(rng.standard_normal((4, _CHANNELS), np.float32))
@@ -237,7 +237,7 @@ def _batch_norm_gradients(module: ModuleType, *arrays: Array) -> None:
 _TORCH_NAMES = {"lenet": "lenet", "resnet18_cifar": "resnet18"}
 """PyTorch's network by the name of ours."""
 _WARM_UP = 11
-"""Steps before a capture: cuDNN's choice, memory, and the state of the rule are there then."""
+"""Steps before a capture: cuDNN then has chosen its engines, and memory and optimizer state are allocated."""
 
 
 def sees_a_gpu() -> bool:
@@ -262,12 +262,12 @@ def torch_steps(name: str, dtype: str, x: Any, labels: Any) -> dict[str, Callabl
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, fused=True)
     images, classes = torch.from_numpy(x).to("cuda", getattr(torch, dtype)), torch.from_numpy(labels).cuda()
     step = partial(training_step(net, optimizer, [(images, classes)]), 0)
-    beside = torch.cuda.Stream()
-    beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside):
+    warm_up = torch.cuda.Stream()
+    warm_up.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm_up):
         for _ in range(_WARM_UP):
             step()
-    torch.cuda.current_stream().wait_stream(beside)
+    torch.cuda.current_stream().wait_stream(warm_up)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
@@ -275,10 +275,10 @@ def torch_steps(name: str, dtype: str, x: Any, labels: Any) -> dict[str, Callabl
 
 
 _CHECKED = 1 << 16
-"""Elements of what is compared with the reference, some of which takes seconds for more."""
+"""Elements that are compared with the reference, which takes seconds for more."""
 _TURNS, _TURN_S = 5, 0.02
 _MODELS = {"lenet": (1, 28, 28), "resnet18_cifar": (3, 32, 32)}
-"""By name, and the images they take."""
+"""The networks by name, with the shape of their images."""
 _DTYPES = ("float32", "bfloat16")
 """Of weights, activations and gradients."""
 
@@ -298,7 +298,7 @@ def seconds(call: Callable[[], Any], marker: Array) -> float:
     """Return the seconds of one ``call``: the median over turns of calls in a row for `_TURN_S`, without waits.
 
     Args:
-        call: what is timed.
+        call: the call to time.
         marker: an array of one element; its copy to the host waits for all that was launched before.
     """
 
@@ -331,9 +331,9 @@ def measure_kernel(case: Case, asarray: Callable[[np.ndarray], Array], wrong: in
 
 def _graphs_step_of(net: nn.Module, trainer: Trainer, x: Array, labels: Array) -> Callable[[int], Array]:
     """Return a step by one CUDA graph that returns each image's loss."""
-    whole = TrainStep(net, trainer)
-    whole.hybridize()
-    return lambda _: whole(x, labels)[0].data
+    train_step = TrainStep(net, trainer)
+    train_step.hybridize()
+    return lambda _: train_step(x, labels)[0].data
 
 
 def measure_model(
@@ -346,20 +346,20 @@ def measure_model(
     """
     rng = np.random.default_rng(0)
     shape = _MODELS[name]
-    given = rng.standard_normal((batch, *shape), np.float32), rng.integers(0, 10, batch)
-    x, labels, marker = asarray(given[0]), asarray(given[1]), asarray(np.zeros(1, np.float32))
-    found: dict[str, Any] = {"name": name, "dtype": dtype, "batch": batch}
+    batch_arrays = rng.standard_normal((batch, *shape), np.float32), rng.integers(0, 10, batch)
+    x, labels, marker = asarray(batch_arrays[0]), asarray(batch_arrays[1]), asarray(np.zeros(1, np.float32))
+    row: dict[str, Any] = {"name": name, "dtype": dtype, "batch": batch}
     for key in ("samples_s", "graphs_samples_s"):
         net = nn.models.create(name, input_shape=shape, num_classes=10, seed=0).to(like=x).to(dtype)
         trainer = Trainer(net.parameters(), optim.SGD(lr=0.01, momentum=0.9), world=world)
         by_graphs = key == "graphs_samples_s"
         step = _graphs_step_of(net, trainer, x, labels) if by_graphs else step_of(net, trainer, [(x, labels)])
-        found[key] = batch / seconds(partial(step, 0), marker)
-        found["loss"] = float(step(0).mean())
+        row[key] = batch / seconds(partial(step, 0), marker)
+        row["loss"] = float(step(0).mean())
     if sees_a_gpu():
-        for key, peer in torch_steps(name, dtype, *given).items():
-            found[f"{key}_samples_s"] = batch / seconds(peer, marker)
-    return found
+        for key, peer in torch_steps(name, dtype, *batch_arrays).items():
+            row[f"{key}_samples_s"] = batch / seconds(peer, marker)
+    return row
 
 
 def all_kernels(
@@ -381,24 +381,24 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="python benchmarks/bench_gpu_alone.py", description=__doc__)
     parser.add_argument("-m", dest="size", default="256M", help="bytes of one float32 array (256M)")
     parser.add_argument("--batch", type=at_least(1), default=256, help="of images (256)")
-    parser.add_argument("--limit-s", type=at_least(1), default=200, help="no kernel begins after so many seconds (200)")
+    parser.add_argument("--limit-s", type=at_least(1), default=200, help="start no kernel after so many seconds (200)")
     parser.add_argument("--json", metavar="FILE", required=True, help="for the figures")
     args = parser.parse_args(argv)
     ends = time.monotonic() + args.limit_s
     world = comm.init()
     check_writable("gpu_alone", [args.json], world)
     cupy = importlib.import_module("cupy")
-    found: dict[str, Any] = {"machine": describe(world), "device": facts(cupy), "models": [], "kernels": []}
+    figures: dict[str, Any] = {"machine": describe(world), "device": facts(cupy), "models": [], "kernels": []}
     failed: dict[str, list[str]] = {}
     """Names by reason: after some errors CUDA refuses everything."""
 
     def write(*more: str) -> None:
-        told = [*(f"{', '.join(names)}: {reason}" for reason, names in failed.items()), *more]
-        write_json(args.json, world, {**found, **({"failed": "; ".join(told)} if told else {})})
+        reasons = [*(f"{', '.join(names)}: {reason}" for reason, names in failed.items()), *more]
+        write_json(args.json, world, {**figures, **({"failed": "; ".join(reasons)} if reasons else {})})
 
     def measure(kind: str, name: str, row: Callable[[], dict[str, Any]]) -> None:
         try:
-            found[kind].append(row())
+            figures[kind].append(row())
         except Exception as error:
             failed.setdefault(f"{type(error).__name__}: {error}", []).append(name)
         write(f"it ended after {name}")

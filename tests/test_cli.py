@@ -1,7 +1,9 @@
 """The command line from outside: help, bad input, and a run that does what its flags say."""
 
+import contextlib
 import json
 import os
+import pty
 import shutil
 import signal
 import subprocess
@@ -106,6 +108,44 @@ def test_a_shell_takes_the_completion(shell: str, forked: Run, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
+    ("line", "completed"),
+    [
+        ("hpcdp trai", "hpcdp train "),
+        ("hpcdp train char", "hpcdp train char_lstm "),
+        ("hpcdp bench --style nc", "hpcdp bench --style nccl "),
+        ("hpcdp slurm submit train-", "hpcdp slurm submit train-gpu "),
+        ("hpcdp launch -n 2 -- python prog", "hpcdp launch -n 2 -- python program.py "),
+    ],
+)
+def test_zsh_completes(line: str, completed: str, forked: Run, tmp_path: Path) -> None:
+    if shutil.which("zsh") is None:
+        pytest.skip("there is no zsh")
+    (tmp_path / "program.py").touch()
+    (tmp_path / "_hpcdp").write_text(forked("completion", "zsh").stdout)
+    (tmp_path / ".zshrc").write_text(
+        f"PS1='> '; fpath=({tmp_path} $fpath); autoload -Uz compinit; compinit -u -d {tmp_path}/dump\n"
+        "show() { print -r -- \"<$BUFFER>\" >shown; exit }; zle -N show; bindkey '^T' show\n"
+    )
+    reader, terminal = pty.openpty()
+    environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "ZDOTDIR": str(tmp_path), "TERM": "dumb"}
+    shell = subprocess.Popen(
+        ["zsh", "-i"], stdin=terminal, stdout=terminal, stderr=terminal, cwd=tmp_path, env=environ,
+        start_new_session=True,
+    )  # fmt: skip
+    os.close(terminal)
+    try:
+        os.write(reader, f"{line}\t\x14".encode())
+        with contextlib.suppress(OSError):  # Linux: the shell has closed the terminal
+            while os.read(reader, 4096):
+                pass
+        shell.wait(timeout=30)
+    finally:
+        shell.kill()
+        os.close(reader)
+    assert (tmp_path / "shown").read_text() == f"<{completed}>\n"
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         ["-h"],
@@ -133,7 +173,7 @@ def test_help_names_what_there_is() -> None:
     shown = " ".join(hpcdp("train", "-h", COLUMNS="80").stdout.split())
     assert f"network to train: {', '.join(MODELS)} (" in shown
     assert f"data set to train on: {', '.join(NAMES)} (" in shown
-    assert "--data-dir DIR the folder that holds NAME/, e.g. ~/data for ~/data/mnist" in shown
+    assert "--data-dir DIR folder of data sets, e.g. ~/data for ~/data/mnist" in shown
     assert "--data mnist --data-dir ~/data" in shown
 
 
@@ -322,7 +362,7 @@ def test_a_signal_to_a_run_ends_its_ranks_and_keeps_what_it_wrote(to_a_rank: boo
         assert "SIGTERM) before the others" in said
     else:
         assert first == "hpcdp launch: SIGTERM: the run saves and ends; a second one ends it at once"
-        assert last.endswith("; go on with: hpcdp train --resume run")
+        assert last.endswith("; resume with: hpcdp train --resume run")
         assert "(SIGTERM): a checkpoint is in run/checkpoints\n" in shown
         (saved,) = [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")][-1:]
         steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]

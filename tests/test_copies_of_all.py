@@ -7,6 +7,7 @@ import pickle
 
 import numpy as np
 import pytest
+from raises import raises
 
 import hpcdp
 from hpcdp import autograd, checkpoint, compression, data, engine, kvstore, nn, optim, parallel, train
@@ -158,9 +159,7 @@ def test_other_objects_are_copied(kind):
 def test_what_is_not_copied_says_so_by_name(kind, tmp_path):
     one = REFUSED[kind](tmp_path) if kind in REFUSED else (NETWORKS | OTHERS)[kind]()
     for each in COPIES[1 if kind in PARTS_OF_RANKS else 0 :]:
-        with pytest.raises(
-            UnsupportedError, match=rf"^{'World' if kind in PARTS_OF_RANKS else kind.__name__}: expected .*, got "
-        ):
+        with raises(UnsupportedError, operation="World" if kind in PARTS_OF_RANKS else kind.__name__):
             each(one)
 
 

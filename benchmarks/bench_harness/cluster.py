@@ -1,4 +1,4 @@
-"""Hosts on this machine with links of a given rate between them, by ``cluster.sh``, and jobs of a program on them.
+"""Emulated hosts on this machine with links of a chosen rate (``cluster.sh``), and jobs of a program on them.
 
 For tests and benchmarks across machines where there is only one. It needs root and Linux namespaces; `obstacle` says
 what is missing. MPI takes the hosts for separate machines, but they share this machine's cores.
@@ -63,7 +63,7 @@ class Cluster:
         rate: of every host's link in each direction, as tc(8) writes it, e.g. ``"1gbit"``.
         share: further folders that all hosts see.
         networks: how many, 1 to 9. Host i is 10.77.k.i on network k, its interface ``eth`` k; its name is that on eth0.
-        tcp_retries: after so many unanswered repetitions a host gives up a connection: 15 as Linux does, a quarter of
+        tcp_retries: unanswered repetitions after which a host closes a connection: 15 as Linux does, a quarter of
             an hour; 4 are some 6 s.
 
     Raises:
@@ -82,7 +82,7 @@ class Cluster:
         self.folder = Path()
         self._rate, self._networks, self._tcp_retries = rate, networks, tcp_retries
         wanted = [sys.prefix, sys.base_prefix, _LIBRARY, programs.PROGRAMS, cache_dir(), *share]
-        self._shared = sorted({path for path in (Path(each).resolve() for each in wanted) if _is_private(path)})
+        self._shared = sorted({path for path in (Path(folder).resolve() for folder in wanted) if _is_private(path)})
 
     def __enter__(self) -> Cluster:
         self.folder = Path(tempfile.mkdtemp(prefix="hpcdp-cluster-"))
@@ -104,13 +104,13 @@ class Cluster:
     def mpirun(
         self, ranks_per_node: int | Sequence[int], argv: Sequence[str | Path], timeout_s: float = 120
     ) -> subprocess.CompletedProcess[str]:
-        """Run ``argv`` as ranks of all hosts, by the mpirun of the first that lies beside the program ``argv[0]``.
+        """Run ``argv`` as ranks of all hosts, by the mpirun in the folder of the program ``argv[0]``.
 
         Args:
             ranks_per_node: of every host that is up, or one number for each; 0 leaves a host out.
             argv: the program and its arguments. It gets this process's environment; with Open MPI only what begins
                 with ``HPCDP_``, ``PYTHON`` or ``OMPI_MCA_``.
-            timeout_s: the job is ended after so many seconds.
+            timeout_s: time limit of the job in seconds.
 
         Returns:
             The job's exit status and what it wrote; 124 when it was ended.
@@ -123,7 +123,7 @@ class Cluster:
         return self._run(["sh", str(host), *map(str, argv)], timeout_s)
 
     def slurm(self) -> None:
-        """Start Slurm on all hosts, with its commands at hand on each.
+        """Start Slurm on all hosts, with its commands in the PATH of each.
 
         Raises:
             ClusterError: it is not installed, or does not start.
@@ -147,7 +147,7 @@ class Cluster:
         self._control("kill", str(host))
 
     def crash(self, host: int) -> None:
-        """End ``host`` in silence, as by a power loss: the others hear no more of it, and are told nothing."""
+        """Stop ``host`` without notice to the others, as in a power loss."""
         self._control("crash", str(host))
 
     def boot(self, host: int) -> None:
@@ -193,7 +193,7 @@ class Cluster:
             try:
                 out, err = process.communicate(timeout=5)
             except subprocess.TimeoutExpired as late:  # what has outlived the command has its pipes
-                out, err = ((each or b"").decode(errors="replace") for each in (late.output, late.stderr))
+                out, err = ((text or b"").decode(errors="replace") for text in (late.output, late.stderr))
         return subprocess.CompletedProcess(command, 124 if ended else process.returncode, out, err + ended)
 
     def _control(self, *command: str) -> None:
@@ -207,7 +207,7 @@ class Cluster:
 
 
 def _is_private(path: Path) -> bool:
-    return any(path.is_relative_to(each) for each in _PRIVATE)
+    return any(path.is_relative_to(folder) for folder in _PRIVATE)
 
 
 def _reason(done: subprocess.CompletedProcess[str]) -> str:
@@ -229,18 +229,18 @@ def add_options(parser: argparse.ArgumentParser, hosts: str) -> None:
 def measure_places(
     name: str, arguments: list[str], args: argparse.Namespace, timeout_s: float, show: Callable[[dict[str, Any]], str]
 ) -> list[dict[str, Any]] | None:
-    """Run ``bench_<name>.py`` with ``arguments`` at each place that ``args`` asks for.
+    """Run ``bench_<name>.py`` with ``arguments`` on the hosts and links in ``args``.
 
-    Prints each place's report as ``show`` puts it, and writes all of them where ``args.json`` says.
+    Print each report by ``show``, and write all of them to ``args.json``.
 
     Returns:
-        The reports, with ``hosts``, ``ranks_per_node`` and ``rate``; None where no hosts can be made, which is said.
+        The reports, with ``hosts``, ``ranks_per_node`` and ``rate``; None, after a message, where no hosts can be made.
 
     Raises:
         ConfigError: a number of hosts that is none.
         ClusterError: the hosts cannot be made, or a job failed.
     """
-    hosts = [int(each) if each.isdecimal() else 0 for each in args.hosts.split(",")]
+    hosts = [int(number) if number.isdecimal() else 0 for number in args.hosts.split(",")]
     if min(hosts) < 1 or max(hosts) > _MOST_HOSTS:
         expected = f"numbers from 1 to {_MOST_HOSTS}, e.g. 1,2,4"
         raise ConfigError(name, where="--hosts", expected=expected, got=repr(args.hosts))
@@ -309,5 +309,5 @@ def _run_on(hosts: int, name: str, arguments: list[str], args: argparse.Namespac
 def _read(name: str, report: Path, done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     if not report.exists():
         raise ClusterError(name, where="job", got=f"status {done.returncode}: {programs.reason(done)}")
-    found: dict[str, Any] = json.loads(report.read_text())
-    return found
+    figures: dict[str, Any] = json.loads(report.read_text())
+    return figures

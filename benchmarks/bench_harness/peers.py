@@ -83,15 +83,15 @@ def require_torch(what: str) -> None:
         ConfigError: it is not installed.
     """
     if importlib.util.find_spec("torch") is None:
-        raise ConfigError(what, expected="PyTorch, installed beside hpcdp", got="none")
+        raise ConfigError(what, expected="PyTorch in the environment of hpcdp", got="none")
 
 
 def gloo_or_reason(world: comm.World) -> tuple[Gloo | None, str]:
     """Gloo, or None and why not; the same on all ranks, all of which must call."""
-    found = importlib.util.find_spec("torch") is not None
+    has_torch = importlib.util.find_spec("torch") is not None
     if getattr(world.comm, "mpi", None) is None:
         return None, "gloo: ranks are threads of one process"
-    if not all(world.comm.allgather_json(found)):
+    if not all(world.comm.allgather_json(has_torch)):
         return None, "gloo: PyTorch is not installed"
     return Gloo(world), ""
 
@@ -132,7 +132,7 @@ def _lenet(nn: Any) -> Any:
 
 def _resnet18(nn: Any) -> Any:
     class Block(nn.Module):  # type: ignore[misc]
-        """Two convolutions and a way around them (He et al., 2016, section 3.3)."""
+        """Two convolutions and a shortcut around them (He et al., 2016, section 3.3)."""
 
         def __init__(self, before: int, after: int, stride: int) -> None:
             super().__init__()
@@ -140,8 +140,8 @@ def _resnet18(nn: Any) -> Any:
                 nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after), nn.ReLU(),
                 nn.Conv2d(after, after, 3, 1, 1, bias=False), nn.BatchNorm2d(after),
             )  # fmt: skip
-            alike = before == after and stride == 1
-            self.around = nn.Identity() if alike else nn.Sequential(
+            is_identity = before == after and stride == 1
+            self.around = nn.Identity() if is_identity else nn.Sequential(
                 nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after)
             )  # fmt: skip
 

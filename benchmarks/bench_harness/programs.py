@@ -29,7 +29,7 @@ def path_of(name: str) -> Path:
 def run(main: Callable[[], int]) -> NoReturn:
     """Leave with the status of ``main``, with 2 and one line on stderr where it raised an `HpcdpError`.
 
-    What was asked wrongly is so on all ranks, and rank 0 says it; of another error every rank may speak.
+    Rank 0 reports wrong arguments, which are the same on all ranks; every rank may report other errors.
     """
     try:
         status = main()
@@ -100,7 +100,7 @@ def finished(what: str, where: str, command: Sequence[str], timeout_s: float, **
 
 
 def reason(done: subprocess.CompletedProcess[str], known: str = "") -> str:
-    """Why a job has failed: the first error that it tells of, else what is ``known``, else what it has said last."""
+    """Return why a job has failed: the first error in its output, else ``known``, else the last line."""
     lines = [line.strip() for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip(" -")]
     errors = [line for line in lines if re.match(r"hpcdp: |[\w.]+(Error|Exception)\b", line)]
-    return next(filter(None, [*errors[:1], known, *lines[-1:], "it said nothing"]))
+    return next(filter(None, [*errors[:1], known, *lines[-1:], "no output"]))

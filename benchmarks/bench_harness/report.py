@@ -28,17 +28,17 @@ from hpcdp.core.devices import cuda_release
 
 
 def table(heading: list[str], rows: Iterable[list[str]]) -> str:
-    """Its lines, each with a line's end."""
+    """Return a Markdown table, with a final newline."""
     lines = ["| " + " | ".join(heading) + " |", "|" + "---|" * len(heading)]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
 
 
 def of_targets(verdicts: Iterable[Verdict]) -> str:
-    """One line for each."""
+    """Return a table with a line for each verdict."""
     rows = []
-    for each in verdicts:
-        verdict = "-" if each.measured is None else "met" if each.met else "**missed**"
-        rows.append([each.target, each.what, each.wanted, each.measured or "not measured", verdict])
+    for verdict in verdicts:
+        word = "-" if verdict.measured is None else "met" if verdict.met else "**missed**"
+        rows.append([verdict.target, verdict.what, verdict.wanted, verdict.measured or "not measured", word])
     return table(["", "what", "target", "measured", ""], rows)
 
 
@@ -55,21 +55,19 @@ _RATES = ("samples_s", "graphs_samples_s", "torch_samples_s", "torch_graphs_samp
 def gpu_verdicts(report: Report) -> list[Verdict]:
     """S13."""
     jobs, kernels = report["sums"], report.get("kernels", [])
-    training = [each for each in jobs if each["case"] in ("training", "graphs")]
-    behind_and_beside = [*training, *(each for each in jobs if each["case"] == "codes")]
-    other = [each["name"] for each in behind_and_beside if failed(each)]
-    bits = ", ".join(other) or "same bits" if behind_and_beside else None
-    slower = [
-        (each["seconds"]["beside"] / each["seconds"]["behind"], each["name"]) for each in training if not failed(each)
-    ]
+    training = [job for job in jobs if job["case"] in ("training", "graphs")]
+    scheduled = [*training, *(job for job in jobs if job["case"] == "codes")]
+    other = [job["name"] for job in scheduled if failed(job)]
+    bits = ", ".join(other) or "same bits" if scheduled else None
+    slower = [(job["seconds"]["during"] / job["seconds"]["after"], job["name"]) for job in training if not failed(job)]
     longest, name = max(slower, default=(0.0, ""))
     return [
         _rated("kernels: share of the device's copy", 0.85, kernels),
         _rated(
             "sum by ranks that share a GPU: share of a copy", 0.5,
-            (each for each in jobs if each["case"] == "shared" and each["ranks"] > 1),
+            (job for job in jobs if job["case"] == "shared" and job["ranks"] > 1),
         ),
-        _rated("staging: share of pinned copies", 0.9, (each for each in jobs if each["case"] == "staging")),
+        _rated("staging: share of pinned copies", 0.9, (job for job in jobs if job["case"] == "staging")),
         Verdict("S13", "training with and without overlap", "same bits", bits, bits == "same bits"),
         Verdict(
             "S13", "training with overlap: a step against one without", "at most 1.05x",
@@ -79,16 +77,16 @@ def gpu_verdicts(report: Report) -> list[Verdict]:
 
 
 def _rated(what: str, least: float, rows: Iterable[dict[str, Any]]) -> Verdict:
-    given, wanted = list(rows), f"at least {least:.0%}"
-    failed = [row["name"] for row in given if "failed" in row]
+    rows, wanted = list(rows), f"at least {least:.0%}"
+    failed = [row["name"] for row in rows if "failed" in row]
     if failed:
         return Verdict("S13", what, wanted, f"failed: {', '.join(failed)}", False)
-    shares = [(row["share"], row["name"]) for row in given]
+    shares = [(row["share"], row["name"]) for row in rows]
     if not shares:
         return Verdict("S13", what, wanted, None, False)
     share, name = min(shares)
-    held = sum(each >= least for each, _ in shares)
-    text = f"{share:.0%} at worst ({name}); holds at {held} of {len(shares)}"
+    reached = sum(share >= least for share, _ in shares)
+    text = f"{share:.0%} at worst ({name}); holds at {reached} of {len(shares)}"
     return Verdict("S13", what, wanted, text, share >= least)
 
 
@@ -104,11 +102,9 @@ def gpu_section(report: Report) -> str:
         "rate of its own copy, or of copies of pinned memory.\n\n"
         f"{', '.join([*versions, *software(machine)])}; commit {machine['commit']}, {machine['date']}.\n"
     )
-    jobs = [[each["name"], _share(each), each.get("told") or each["failed"]] for each in report["sums"]]
-    models = [
-        [_title(each), *(f"{each[key]:,.0f}" if key in each else "-" for key in _RATES)] for each in report["models"]
-    ]
-    kernels = [[each["name"], f"{each['us']:.0f}", f"{each['gb_s']:.0f}", _share(each)] for each in report["kernels"]]
+    jobs = [[job["name"], _share(job), job.get("summary") or job["failed"]] for job in report["sums"]]
+    models = [[_title(row), *(f"{row[key]:,.0f}" if key in row else "-" for key in _RATES)] for row in report["models"]]
+    kernels = [[row["name"], f"{row['us']:.0f}", f"{row['gb_s']:.0f}", _share(row)] for row in report["kernels"]]
     tables = (
         table(["job", "share", "measured"], jobs),
         "Samples per second of forward, backward and update; PyTorch without TF32, cuDNN's engines measured by both.\n",
@@ -161,7 +157,7 @@ def _ingress_table(report: dict[str, Any]) -> str:
     """Return the table of the links' use by asynchronous stores, and of the traffic into each of n servers."""
     link = report["link"]
     text = f"## Asynchronous store over hosts, links of {report['rate']}\n\n"
-    text += f"Two hosts, {link['keys']} keys of 1 MB under way at once; payload in each direction. The link carried "
+    text += f"Two hosts, {link['keys']} keys of 1 MB in flight; payload in each direction. The link carried "
     text += f"{link['link_mb_s']['one_way']:.1f} MB/s, {link['link_mb_s']['both_ways']:.1f} each way at once.\n\n"
     rows = [[name, f"{mb_s:.1f}", f"{100 * link['share'][name]:.0f}%"] for name, mb_s in link["mb_s"].items()]
     text += table(["", "MB/s", "of the link"], rows)
@@ -194,9 +190,11 @@ def _checkpoint_table(report: dict[str, Any]) -> str:
 
 
 def _overlap_table(places: list[dict[str, Any]]) -> str:
-    """Every place and model: the step in each manner, computation alone, the critical path."""
+    """Return the table of steps in each schedule, of computation alone and the critical path, by place and model."""
     text = "## Overlap\n\nMilliseconds a step; in brackets the communication that was exposed. Reductions are those of "
-    text += "all buckets, one by one with nothing beside; the critical path follows from them and from computation. "
+    text += (
+        "all buckets, one after the other with nothing else; the critical path follows from them and from computation. "
+    )
     text += "Messages and sums take processor time, too: where no core is to spare, from computation.\n\n"
     rows = []
     for place in places:
@@ -206,11 +204,11 @@ def _overlap_table(places: list[dict[str, Any]]) -> str:
             cells.append(f"{max(row['beside_ms'].values()):.1f}")
             rows.append([f"{row['model']}, {where(place)}", *cells])
     names = list(places[0]["rows"][0]["exposed_ms"])
-    return text + table(["", *names, "computation", "reductions", "critical path", "processor time beside"], rows)
+    return text + table(["", *names, "computation", "reductions", "critical path", "processor time meanwhile"], rows)
 
 
 def _torch_table(places: list[dict[str, Any]]) -> str:
-    """Every place, model and batch: the time of a step by each candidate."""
+    """Return the table of times of a step by each candidate, by place, model and batch."""
     names = list(places[0]["rows"][0]["step_ms"])
     text = "## PyTorch models\n\nMilliseconds a step, of the slowest rank.\n\n"
     rows = [
@@ -222,13 +220,13 @@ def _torch_table(places: list[dict[str, Any]]) -> str:
 
 
 def _hybrid_table(rows: list[dict[str, Any]]) -> str:
-    """Every network: the time of a call by each candidate."""
+    """Return the table of times of a call by each candidate, by network."""
     text = "## Calls with and without a plan, on one core\n\nMicroseconds a call.\n\n"
     return text + _microseconds(rows, [", with backward" * row["backward"] for row in rows])
 
 
 def _steps_table(rows: list[dict[str, Any]]) -> str:
-    """Every network: the time of a step by each candidate."""
+    """Return the table of times of a step by each candidate, by network."""
     text = (
         "## Steps of training with and without a plan, on one core\n\nMicroseconds a step: forward, backward, update."
     )
@@ -248,7 +246,7 @@ def _microseconds(rows: list[dict[str, Any]], what: list[str]) -> str:
 
 
 def _convolution_table(results: dict[str, Any]) -> str:
-    """Every layer and pass: the time by each candidate."""
+    """Return the table of times by each candidate, by layer and pass."""
     layers = convolution_rows(results)
     names = list(next(iter(layers.values()))[0]["median_us"])
     text = "## Convolutions on one core\n\nMicroseconds; the product is the bare one that a pass comes down to.\n\n"
@@ -283,16 +281,16 @@ def _medians(rounds: list[dict[str, Any]]) -> str:
         + ([lines.get(size, "-")] if lines else [])
         for size in sizes
     ]
-    return table(["size", *columns, *(["a line there and back, ns"] if lines else [])], rows)
+    return table(["size", *columns, *(["round trip of a cache line, ns"] if lines else [])], rows)
 
 
 def _lines(rounds: list[dict[str, Any]]) -> dict[int, str]:
-    """For every size what a cache line took from core to core and back when it was measured, least to most."""
-    found: dict[int, list[float]] = {}
+    """Return the range of the round-trip times of a cache line between cores, by the size measured at that time."""
+    times_ns: dict[int, list[float]] = {}
     for report in rounds:
         for row in report["rows"]:
-            found.setdefault(row["nbytes"], []).extend(row.get("line_round_trip_ns", ()))
-    return {nbytes: f"{min(each):.0f} to {max(each):.0f}" for nbytes, each in found.items() if each}
+            times_ns.setdefault(row["nbytes"], []).extend(row.get("line_round_trip_ns", ()))
+    return {nbytes: f"{min(times):.0f} to {max(times):.0f}" for nbytes, times in times_ns.items() if times}
 
 
 def _cores(results: dict[str, Any]) -> int:
@@ -306,14 +304,15 @@ def _processor(processor: dict[str, Any]) -> str:
 
 
 def _measured_again(results: dict[str, Any]) -> dict[str, list[str]]:
-    """By commit, and processor if that is another one, the kinds that were measured later than the suite."""
+    """Return the kinds that were measured later than the suite, by commit, and by processor if it is another one."""
     machine = results["machine"]
-    found: dict[str, list[str]] = {}
+    kinds: dict[str, list[str]] = {}
     for kind in results.keys() - {"machine", "skipped", "failures"}:
         machines = [report.get("machine", machine) for report in results[kind]]
-        for each in {f"{each['commit']}{_on_another(each, machine)}" for each in machines} - {machine["commit"]}:
-            found.setdefault(each, []).append(kind)
-    return {which: sorted(found[which]) for which in sorted(found)}
+        commits = {f"{other['commit']}{_on_another(other, machine)}" for other in machines}
+        for commit in commits - {machine["commit"]}:
+            kinds.setdefault(commit, []).append(kind)
+    return {commit: sorted(kinds[commit]) for commit in sorted(kinds)}
 
 
 def _on_another(machine: dict[str, Any], usual: dict[str, Any]) -> str:
@@ -325,15 +324,15 @@ def _about(results: dict[str, Any]) -> str:
     """Describe the machine of the figures."""
     machine = results["machine"]
     processor = machine["processor"]
-    found = software(machine) + sorted({each["library"] for each in results.get("allreduce", [])})
-    text = f"{_processor(processor)}, {processor['system']}; {', '.join(found)}; "
+    versions = software(machine) + sorted({report["library"] for report in results.get("allreduce", [])})
+    text = f"{_processor(processor)}, {processor['system']}; {', '.join(versions)}; "
     text += f"commit {machine['commit']}, {machine['date']}.\n"
     for commit, kinds in _measured_again(results).items():
         text += f"\nMeasured again at commit {commit}: {', '.join(kinds)}.\n"
     limits = [report["limits"] for report in results.get("allreduce", [])]
     if limits:
         one, all_cores, line_ns = (
-            float(np.median([each[name] for each in limits]))
+            float(np.median([limit[name] for limit in limits]))
             for name in ("one_core_gb_s", "all_cores_gb_s", "line_round_trip_ns")
         )
         text += (
@@ -357,7 +356,7 @@ def render(results: dict[str, Any]) -> str:
         if results.get(name):
             parts.append(f"{name.capitalize()}: " + "; ".join(results[name]) + ".\n")
     on_gpus = results.get("gpu", [])
-    targets = [*verdicts(results), *(each for report in on_gpus for each in gpu_verdicts(report))]
+    targets = [*verdicts(results), *(verdict for report in on_gpus for verdict in gpu_verdicts(report))]
     parts.append("## Targets\n\n" + of_targets(targets))
     rounds, _ = allreduce_rounds(results)
     if rounds:
@@ -383,10 +382,10 @@ def render(results: dict[str, Any]) -> str:
     if results.get("kvstore"):
         about = "In place both overwrite the array that is summed; `dist_sync` keeps the sum, too.\n\n"
         parts.append("## Key-value store\n\n" + about + _medians(results["kvstore"]))
-        about = "`dist_async`, one key, beside a copy of as many bytes by all ranks at once.\n\n"
-        parts.append(about + _medians([{"rows": each["asynchronous"]} for each in results["kvstore"]]))
-    parts += [_ingress_table(each) for each in results.get("ingress", [])]
-    parts += [_checkpoint_table(each) for each in results.get("checkpoint", [])]
+        about = "`dist_async`, one key, against a copy of as many bytes by all ranks at once.\n\n"
+        parts.append(about + _medians([{"rows": report["asynchronous"]} for report in results["kvstore"]]))
+    parts += [_ingress_table(report) for report in results.get("ingress", [])]
+    parts += [_checkpoint_table(report) for report in results.get("checkpoint", [])]
     parts += [_fabric_table(fabric) for report in results.get("fabric", []) for fabric in report["fabrics"]]
     places = overlapped_places(results)
     if places:

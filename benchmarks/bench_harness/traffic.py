@@ -32,7 +32,7 @@ def add(key: Key, received: np.ndarray, stored: np.ndarray) -> None:
 
 
 def link_turns(world: comm.World, keys: int, turns: int, repeats: int) -> dict[str, Any]:
-    """Keys of 1 MB whose server is the other one of two ranks, many requests under way; both ranks must call.
+    """Measure keys of 1 MB whose server is the other one of two ranks, with many requests in flight; both must call.
 
     Returns:
         ``link_mb_s``: the rates of the link, medians over turns; ``mb_s`` and ``share`` by what was done: payload each
@@ -58,27 +58,27 @@ def link_turns(world: comm.World, keys: int, turns: int, repeats: int) -> dict[s
 
     def pull() -> None:
         pulled = [store.pull(key) for key in far]
-        for each, place in zip(pulled, out, strict=True):
-            place[:] = each.wait()
+        for handle, place in zip(pulled, out, strict=True):
+            place[:] = handle.wait()
 
     def push_all_then_pull_all() -> None:
         push()
         pull()
 
     # What is done, by how many of the two ranks, and how often its payload crosses the link in each direction then.
-    ways: list[tuple[str, Callable[[], None], int, int]] = [
+    exchanges: list[tuple[str, Callable[[], None], int, int]] = [
         ("push, one way", push_and_wait, 1, 1),
         ("pull, one way", pull, 1, 1),
         ("push", push_and_wait, 2, 1),
         ("pull", pull, 2, 1),
         (BOTH_WAYS, push_all_then_pull_all, 2, 2),
     ]
-    rates: dict[str, list[float]] = {name: [] for name, *_ in ways}
+    rates: dict[str, list[float]] = {name: [] for name, *_ in exchanges}
     link: dict[str, list[float]] = {"one_way": [], "both_ways": []}
     for turn in range(turns + 1):
         for name, mb_s in link_rates(world).items():
             link[name].append(mb_s)
-        for name, do, ranks, crossings in ways:
+        for name, do, ranks, crossings in exchanges:
             store.barrier()
             begin = time.perf_counter()
             for _ in range(repeats if world.rank < ranks else 0):
@@ -90,13 +90,13 @@ def link_turns(world: comm.World, keys: int, turns: int, repeats: int) -> dict[s
                 series.clear()
     store.barrier()
     pull()
-    wrong = sum(int((each != -pushes * (world.rank + 1)).sum()) for each in out)
-    way = {name: "one_way" if ranks == 1 else "both_ways" for name, _, ranks, _ in ways}
+    wrong = sum(int((value != -pushes * (world.rank + 1)).sum()) for value in out)
+    direction = {name: "one_way" if ranks == 1 else "both_ways" for name, _, ranks, _ in exchanges}
     return {
         "keys": keys,
         "link_mb_s": {name: float(np.median(series)) for name, series in link.items()},
         "mb_s": {name: float(np.median(series)) for name, series in rates.items()},
-        "share": {name: median_ratio(series, link[way[name]]) for name, series in rates.items()},
+        "share": {name: median_ratio(series, link[direction[name]]) for name, series in rates.items()},
         "wrong": sum(world.comm.allgather_json(wrong)),
     }
 

@@ -32,13 +32,13 @@ Pick = Callable[[Row], float | None]
 
 def median_by_size(reports: Iterable[dict[str, Any]], pick: Pick) -> dict[int, float]:
     """Return the median over rounds of ``pick(row)`` for every message size, ignoring None."""
-    found: dict[int, list[float]] = {}
+    by_size: dict[int, list[float]] = {}
     for report in reports:
         for row in report["rows"]:
             value = pick(row)
             if value is not None:
-                found.setdefault(row["nbytes"], []).append(value)
-    return {nbytes: float(np.median(values)) for nbytes, values in sorted(found.items())}
+                by_size.setdefault(row["nbytes"], []).append(value)
+    return {nbytes: float(np.median(values)) for nbytes, values in sorted(by_size.items())}
 
 
 def with_peer(results: dict[str, Any], kind: str, add: Callable[[dict[str, Any]], dict[str, float]]) -> list[Any]:
@@ -92,7 +92,7 @@ def _worst(target: str, what: str, wanted: float, by_size: dict[int, float], uni
         return Verdict(target, what, shown, None, False)
     nbytes = min(by_size, key=by_size.__getitem__)
     value = f"{100 * by_size[nbytes]:.0f}%" if percent else f"{by_size[nbytes]:.2f}{unit}"
-    held = sum(each >= wanted for each in by_size.values())
+    held = sum(value >= wanted for value in by_size.values())
     measured = f"{value} at worst ({format_size(nbytes)}); holds at {held} of {len(by_size)} sizes"
     return Verdict(target, what, shown, measured, held == len(by_size))
 
@@ -133,23 +133,23 @@ def allreduce_rounds(results: dict[str, Any]) -> tuple[list[dict[str, Any]], lis
 
 def _allreduce(results: dict[str, Any]) -> list[Verdict]:
     rounds, peers = allreduce_rounds(results)
-    found = []
+    judged = []
     for ours in _OURS:
         share = median_by_size(rounds, _share(ours))
-        ratios = {nbytes: each[0] for nbytes, each in best_peer_ratio(rounds, ours, peers).items()}
+        ratios = {nbytes: ratio[0] for nbytes, ratio in best_peer_ratio(rounds, ours, peers).items()}
         name = f"allreduce, {ours.removeprefix('hpcdp ')}"
-        found.append(_worst("S1", f"{name}: share of the floor above 64 KB", 0.85, _between(share, 64 * _KB + 1), "%"))
-        found.append(_worst("S1", f"{name}: best peer, 1 to 16 MB", 1.3, _between(ratios, _MB, 16 * _MB)))
-        found.append(_worst("S1", f"{name}: best peer, from 64 MB", 4, _between(ratios, 64 * _MB)))
+        judged.append(_worst("S1", f"{name}: share of the floor above 64 KB", 0.85, _between(share, 64 * _KB + 1), "%"))
+        judged.append(_worst("S1", f"{name}: best peer, 1 to 16 MB", 1.3, _between(ratios, _MB, 16 * _MB)))
+        judged.append(_worst("S1", f"{name}: best peer, from 64 MB", 4, _between(ratios, 64 * _MB)))
     staged = _between(median_by_size(rounds, lambda row: row["staged_share"]), 64 * _KB + 1)
     what = "allreduce, any array: share of the bare exchange of private arrays above 64 KB"
-    found.append(_worst("S1", what, 0.85, staged, "%"))
+    judged.append(_worst("S1", what, 0.85, staged, "%"))
     slower = _between(median_by_size(rounds, _microseconds_behind_mpi), 0, 64 * _KB)
     worst = max(slower, key=slower.__getitem__) if slower else 0
     measured = f"{slower[worst]:+.1f} us at worst ({format_size(worst)})" if slower else None
     what = "allreduce, any array: up to 64 KB, behind the MPI library"
-    found.append(Verdict("S1", what, "at most 1 us", measured, bool(slower) and slower[worst] <= 1))
-    return found
+    judged.append(Verdict("S1", what, "at most 1 us", measured, bool(slower) and slower[worst] <= 1))
+    return judged
 
 
 def _microseconds_behind_mpi(row: dict[str, Any]) -> float | None:
@@ -160,7 +160,7 @@ def _microseconds_behind_mpi(row: dict[str, Any]) -> float | None:
 def _updates(results: dict[str, Any]) -> list[Verdict]:
     rounds = update_rounds(results)
     ratios = best_peer_ratio(rounds, _TRAINER, peer_names(rounds, (_TRAINER, "owners of shards", "every rank")))
-    by_size = {nbytes: each[0] for nbytes, each in _between(ratios, _MB).items()}
+    by_size = {nbytes: ratio[0] for nbytes, ratio in _between(ratios, _MB).items()}
     return [_worst("S1", "reduce and update: best peer's allreduce and update, from 1 MB", 3, by_size)]
 
 
@@ -170,14 +170,14 @@ def update_rounds(results: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _fabrics(results: dict[str, Any]) -> list[Verdict]:
-    found = []
-    for fabric in [each for report in results.get("fabric", []) for each in report["fabrics"]]:
+    judged = []
+    for fabric in [fabric for report in results.get("fabric", []) for fabric in report["fabrics"]]:
         where = f"allreduce over {fabric['hosts']} hosts x {fabric['ranks_per_node']} ranks, links of {fabric['rate']}"
         share = {row["nbytes"]: row["bound_share"]["auto"] for row in fabric["rows"]}
-        found.append(_worst("S2", f"{where}: share of the link's rate from 4 MB", 0.95, _between(share, 4 * _MB), "%"))
+        judged.append(_worst("S2", f"{where}: share of the link's rate from 4 MB", 0.95, _between(share, 4 * _MB), "%"))
         ratio = {row["nbytes"]: row["mpi_ratio"]["auto"] for row in fabric["rows"]}
-        found.append(_worst("S2", f"{where}: {fabric['library']}'s own, at any size", 1, ratio))
-    return found
+        judged.append(_worst("S2", f"{where}: {fabric['library']}'s own, at any size", 1, ratio))
+    return judged
 
 
 def overlapped_places(results: dict[str, Any]) -> list[dict[str, Any]]:
@@ -186,13 +186,13 @@ def overlapped_places(results: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _overlaps(results: dict[str, Any]) -> list[Verdict]:
-    found = []
+    judged = []
     for place in overlapped_places(results):
         for row in place["rows"]:
             what = f"{row['model']}, {where(place)}: a step against its critical path"
             measured = f"{row['ratio'][row['default']]:.2f}x ({row['exposed_ms'][row['default']]:.1f} ms exposed)"
-            found.append(Verdict("S3", what, "at most 1.05x", measured, row["ratio"][row["default"]] <= 1.05))
-    return found
+            judged.append(Verdict("S3", what, "at most 1.05x", measured, row["ratio"][row["default"]] <= 1.05))
+    return judged
 
 
 def where(place: dict[str, Any]) -> str:
@@ -212,7 +212,7 @@ def torch_places(results: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _torch_models(results: dict[str, Any]) -> list[Verdict]:
-    found = []
+    judged = []
     for place in torch_places(results):
         for row in place["rows"]:
             what = f"{row['model']}, batch {row['batch']}, {where(place)}"
@@ -220,26 +220,26 @@ def _torch_models(results: dict[str, Any]) -> list[Verdict]:
             least = _OVER_DDP.get(row["key"], {}).get(row["batch"], 1.0) if place["hosts"] == 1 else 1.0
             times = f"{row['ratio'][_TORCH_OURS[0]]:.2f}x, by shards {row['ratio'][_TORCH_OURS[1]]:.2f}x"
             met = row["ratio"][_TORCH_OURS[0]] >= least
-            found.append(Verdict("S4", f"{what}: against DDP over gloo", f"at least {least:g}x", times, met))
+            judged.append(Verdict("S4", f"{what}: against DDP over gloo", f"at least {least:g}x", times, met))
             if place["hosts"] > 1:  # a slow link has no such rate
                 continue
             shares = " and ".join(f"{row['share'][name]:.0%}" for name in _TORCH_OURS)
             shares += f" (steps that wait for the longer one: {row['unequal']:.0%})"
             met = row["share"][best] >= 0.95
-            found.append(Verdict("S4", f"{what}: of no communication, by every rank and by shards", "at least 95%",
+            judged.append(Verdict("S4", f"{what}: of no communication, by every rank and by shards", "at least 95%",
                                  shares, met))  # fmt: skip
-    return found
+    return judged
 
 
 def _lenet(results: dict[str, Any]) -> list[Verdict]:
-    found = []
+    judged = []
     for batch in sorted({report["batch"] for report in results.get("lenet", [])}):
-        ratios = [each["ratio"] for each in results["lenet"] if each["batch"] == batch and each["ratio"] is not None]
-        rates = [each["samples_s"]["hpcdp"] for each in results["lenet"] if each["batch"] == batch]
+        ratios = [row["ratio"] for row in results["lenet"] if row["batch"] == batch and row["ratio"] is not None]
+        rates = [row["samples_s"]["hpcdp"] for row in results["lenet"] if row["batch"] == batch]
         what = f"LeNet on one core, batch {batch}, against PyTorch ({np.median(rates):.0f} samples/s here)"
         measured = f"{np.median(ratios):.2f}x" if ratios else None
-        found.append(Verdict("S5", what, "at least 1x", measured, bool(ratios) and np.median(ratios) >= 1))
-    return found
+        judged.append(Verdict("S5", what, "at least 1x", measured, bool(ratios) and np.median(ratios) >= 1))
+    return judged
 
 
 _MODELS = {
@@ -250,18 +250,18 @@ _MODELS = {
 
 
 def _models(results: dict[str, Any]) -> list[Verdict]:
-    found = []
+    judged = []
     every = results.get("models", [])
     for model, (name, least) in _MODELS.items():
-        for batch in sorted({each["batch"] for each in every if each["model"] == model}):
-            reports = [each for each in every if (each["model"], each["batch"]) == (model, batch)]
-            ratios = [each["ratio"] for each in reports if each["ratio"] is not None]
-            rate = np.median([each["samples_s"]["hpcdp"] for each in reports])
+        for batch in sorted({report["batch"] for report in every if report["model"] == model}):
+            reports = [report for report in every if (report["model"], report["batch"]) == (model, batch)]
+            ratios = [report["ratio"] for report in reports if report["ratio"] is not None]
+            rate = np.median([report["samples_s"]["hpcdp"] for report in reports])
             what = f"{name} on one core, batch {batch}, against PyTorch ({rate:.0f} samples/s here)"
             measured = f"{np.median(ratios):.2f}x" if ratios else None
             met = bool(ratios) and bool(np.median(ratios) >= least)
-            found.append(Verdict("S5", what, f"at least {least:g}x", measured, met))
-    return found
+            judged.append(Verdict("S5", what, f"at least {least:g}x", measured, met))
+    return judged
 
 
 def efficiency(reports: list[dict[str, Any]], batch: int) -> float | None:
@@ -274,7 +274,7 @@ def efficiency(reports: list[dict[str, Any]], batch: int) -> float | None:
 
 
 def _scaling(results: dict[str, Any]) -> list[Verdict]:
-    found = []
+    judged = []
     reports = results.get("scaling", [])
     for batch in sorted({report["batch"] for report in reports}):
         ours, ddp = efficiency(reports, batch), efficiency(results.get("scaling DDP", []), batch)
@@ -282,8 +282,8 @@ def _scaling(results: dict[str, Any]) -> list[Verdict]:
         unequal = [r["unequal"] for r in reports if r["batch"] == batch and r["unequal"] is not None]
         limit = f" (steps that wait for the longer one: {np.median(unequal):.2f})" if unequal else ""
         measured = None if ours is None else f"{ours:.2f}{limit}"
-        found.append(Verdict("S6", what, "at least 0.95", measured, ours is not None and ours >= 0.95))
-    return found
+        judged.append(Verdict("S6", what, "at least 0.95", measured, ours is not None and ours >= 0.95))
+    return judged
 
 
 def kernel_names(results: dict[str, Any]) -> list[str]:
@@ -298,15 +298,15 @@ def of_kernel(name: str, key: str) -> Pick:
 
 def _kernels(results: dict[str, Any]) -> list[Verdict]:
     rounds = results.get("kernels", [])
-    found = []
+    judged = []
     for name in kernel_names(results):
         share = median_by_size(rounds, of_kernel(name, "share"))
-        found.append(_worst("S7", f"kernel, {name}: share of the copy rate", 0.85, share, "%"))
-    return found or [_worst("S7", "kernels: share of the copy rate", 0.85, {}, "%")]
+        judged.append(_worst("S7", f"kernel, {name}: share of the copy rate", 0.85, share, "%"))
+    return judged or [_worst("S7", "kernels: share of the copy rate", 0.85, {}, "%")]
 
 
 def _convolutions(results: dict[str, Any]) -> list[Verdict]:
-    found = []
+    judged = []
     for layer, rows in convolution_rows(results).items():
         if rows[0]["channels"] >= 64:
             key, wanted, least = "share", "at least 85%", 0.85
@@ -316,41 +316,41 @@ def _convolutions(results: dict[str, Any]) -> list[Verdict]:
             what = "PyTorch's time over its own"
         ratios = [row[key] for row in rows]
         is_known = None not in ratios
-        told = [f"{100 * each:.0f}%" if key == "share" else f"{each:.2f}x" for each in ratios if each is not None]
-        measured = f"{', '.join(told)} ({', '.join(row['pass'] for row in rows)})" if is_known else None
+        texts = [f"{100 * ratio:.0f}%" if key == "share" else f"{ratio:.2f}x" for ratio in ratios if ratio is not None]
+        measured = f"{', '.join(texts)} ({', '.join(row['pass'] for row in rows)})" if is_known else None
         what_of = f"convolution {layer}: {what}"
-        found.append(Verdict("S8", what_of, wanted, measured, is_known and min(ratios) >= least))
-    return found
+        judged.append(Verdict("S8", what_of, wanted, measured, is_known and min(ratios) >= least))
+    return judged
 
 
 def convolution_rows(results: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Return the passes of each layer by its name."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    passes: dict[str, list[dict[str, Any]]] = {}
     for row in (row for report in results.get("convolutions", []) for row in report["rows"]):
-        found.setdefault(row["layer"], []).append(row)
-    return found
+        passes.setdefault(row["layer"], []).append(row)
+    return passes
 
 
 def _stores(results: dict[str, Any]) -> list[Verdict]:
-    found = []
+    judged = []
     for how in ("in place", "to another array"):
         ratio = median_by_size(results.get("kvstore", []), lambda row, how=how: row["ratio"][how])  # type: ignore[misc]
-        found.append(_worst("S10", f"dist_sync, pushpull {how}: the time of an allreduce over its own", 0.9, ratio))
+        judged.append(_worst("S10", f"dist_sync, pushpull {how}: the time of an allreduce over its own", 0.9, ratio))
     kept = median_by_size(results.get("kvstore", []), lambda row: row["ratio"].get("allreduce, sum kept"))
     what = "dist_sync, pushpull in place: the time of an allreduce that keeps the sum, too, over its own"
-    found.append(_worst("S10", what, 0.9, kept))
+    judged.append(_worst("S10", what, 0.9, kept))
     asynchronous = [{"rows": report["asynchronous"]} for report in results.get("kvstore", [])]
     share = median_by_size(asynchronous, lambda row: row["copy_share"]["push, then pull"])
     what = "dist_async, push and pull of 1 MB keys in a node: share of the copy rate"
-    found.append(_worst("S10", what, 0.25, _between(share, _MB, _MB), "%"))
+    judged.append(_worst("S10", what, 0.25, _between(share, _MB, _MB), "%"))
     for report in results.get("ingress", []):
         what = f"dist_async, push and pull of 1 MB keys over 2 hosts, {report['rate']}: share of the link's rate"
-        found.append(_worst("S10", what, 0.9, {_MB: report["link"]["share"]["push all, then pull all"]}, "%"))
-    return found
+        judged.append(_worst("S10", what, 0.9, {_MB: report["link"]["share"]["push all, then pull all"]}, "%"))
+    return judged
 
 
 def _checkpoints(results: dict[str, Any]) -> list[Verdict]:
-    found = []
+    judged = []
     for report in results.get("checkpoint", []):
         what = f"checkpoint of {format_size(report['nbytes'])} by {report['ranks']} ranks"
         for how in ("save", "load", "load, not cached"):
@@ -358,26 +358,26 @@ def _checkpoints(results: dict[str, Any]) -> list[Verdict]:
             others = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items() if name not in ("raw", "hpcdp"))
             measured = f"{ratios['hpcdp']:.2f}" + (f" ({others})" if others else "")
             what_of = f"{what}, {how}: the time of raw files over its own"
-            found.append(Verdict("S9", what_of, "at least 0.9", measured, ratios["hpcdp"] >= 0.9))
+            judged.append(Verdict("S9", what_of, "at least 0.9", measured, ratios["hpcdp"] >= 0.9))
         of_state, of_part = report["stop_ratio"].values()
         what_of = f"{what}, asynchronous: training stops, in memory copies of the state (of what this rank writes)"
-        found.append(Verdict("S9", what_of, "at most 1", f"{of_state:.2f} ({of_part:.2f})", of_state <= 1))
-    return found
+        judged.append(Verdict("S9", what_of, "at most 1", f"{of_state:.2f} ({of_part:.2f})", of_state <= 1))
+    return judged
 
 
 def _startup(results: dict[str, Any]) -> list[Verdict]:
-    found = []
+    judged = []
     for report in results.get("startup", [])[:1]:
         for key, what, limit in (
             ("import_s", "import hpcdp", 0.2),
             ("launch_s", f"hpcdp launch -n {report['ranks']} until the world is known", 0.5),
         ):
-            found.append(Verdict("S11", what, f"at most {limit} s", f"{report[key]:.3f} s", report[key] <= limit))
-    return found
+            judged.append(Verdict("S11", what, f"at most {limit} s", f"{report[key]:.3f} s", report[key] <= limit))
+    return judged
 
 
 def _hybrid(results: dict[str, Any]) -> list[Verdict]:
-    found = []
+    judged = []
     for row in (row for row in hybrid_rows(results) if row["batch"] == 1):
         what = f"{row['network']}, batch 1" + ", with backward" * row["backward"]
         if "products" in row["ratio"]:
@@ -386,12 +386,12 @@ def _hybrid(results: dict[str, Any]) -> list[Verdict]:
                 f"{over:.2f}x ({bound:.2f}x of bound methods; without a plan {row['ratio']['eager'] * over:.1f}x)"
             )
             what_of = f"{what}: a replay over the bare products"
-            found.append(Verdict("S12", what_of, "at most 1.3x", measured, over <= 1.3))
+            judged.append(Verdict("S12", what_of, "at most 1.3x", measured, over <= 1.3))
         if row["eager_over_torch"] is not None:
             ratio = 1 / row["eager_over_torch"]
             what_of = f"{what}, without a plan, against PyTorch"
-            found.append(Verdict("S12", what_of, "at least 1x", f"{ratio:.2f}x", ratio >= 1))
-    return found
+            judged.append(Verdict("S12", what_of, "at least 1x", f"{ratio:.2f}x", ratio >= 1))
+    return judged
 
 
 def hybrid_rows(results: dict[str, Any]) -> list[dict[str, Any]]:

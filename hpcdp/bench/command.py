@@ -10,8 +10,10 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import itertools
 import os
 import socket
+import sys
 import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..core.checks import check_name, whole_number
+from ..core.environment import explained, speaks
 from ..errors import ConfigError, UnsupportedError, listed, to_stderr
 from ..launch.parser import Parser
 
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 COLUMNS = 80
-"""The width of comment lines, and of tables where their columns allow it."""
+"""The width of comment lines; OSU's tables may be wider."""
 OSU_VERSION = "7.4"
 """The version of OSU Micro-Benchmarks whose tables these are."""
 RATES = ("bandwidth", "bibandwidth", "multi_pair")
@@ -45,6 +48,11 @@ TITLES = {
     "allgather": "Allgather Latency",
     "broadcast": "Broadcast Latency",
     "reduce": "Reduce Latency",
+    "allgatherv": "Allgatherv Latency",
+    "alltoall": "All-to-All Personalized Exchange Latency",
+    "gather": "Gather Latency",
+    "scatter": "Scatter Latency",
+    "pt2pt": "Latency",
 }
 
 _LATENCY = (("Avg Latency(us)", "avg"), ("Min Latency(us)", "minimum"), ("Max Latency(us)", "maximum"))
@@ -60,10 +68,12 @@ _OVERLAP = (
     ("Max Comm.(us)", "maximum"),
     ("Overlap(%)", "overlap"),
 )
-_WIDTH, _NARROW, _SIZE_WIDTH, _ITERATIONS_WIDTH = 18, 16, 10, 12
+_WIDTH, _SIZE_WIDTH, _ITERATIONS_WIDTH = 18, 10, 12
 _MAIN_OVERLAP = ("overall", "compute", "pure", "overlap")
 OSU_DTYPES = {"mpi_char": "int8", "mpi_int": "int32", "mpi_float": "float32"}
 _OSU_NAMES = {dtype: name.upper() for name, dtype in OSU_DTYPES.items()}
+_NCCL_WIDTH, _NCCL_PREDICTED_WIDTH = 116, 11
+_GB_S = ("(GB/s)", "(GB/s)")
 _NCCL_TYPES = {"float32": "float", "float64": "double", "float16": "half"}
 
 
@@ -92,10 +102,17 @@ class Style(ABC):
 
 
 class OsuStyle(Style):
-    """The tables of osu_latency, osu_bw, osu_allreduce, osu_iallreduce and so on; ``-f`` shows all columns."""
+    """The tables of osu_latency, osu_bw, osu_allreduce, osu_iallreduce and so on; ``-f`` shows all columns.
 
-    def __init__(self, settings: Settings, version: str) -> None:
+    Args:
+        settings: see `Style`.
+        version: see `Style`.
+        terminal: the width of the terminal, to which rows are folded; 0 for files and scripts, without folding.
+    """
+
+    def __init__(self, settings: Settings, version: str, terminal: int) -> None:
         super().__init__(settings, version)
+        self._terminal = terminal
         full, name = settings.full, settings.benchmark
         if name == "iallreduce":
             columns = [column for column in _OVERLAP if full or column[1] in _MAIN_OVERLAP]
@@ -106,10 +123,6 @@ class OsuStyle(Style):
         self._columns, self._shows_iterations = columns, full and name != "iallreduce"
         rate = name in RATES
         self._predicted = ("Predicted(MB/s)", "predicted_mb_s") if rate else ("Predicted(us)", "predicted_us")
-        # OSU's width, or less to fit a terminal. The longest title has 16 characters.
-        fields = len(columns) + settings.shows_validation + bool(settings.predict)
-        rest = COLUMNS - _SIZE_WIDTH - _ITERATIONS_WIDTH * self._shows_iterations
-        self._width = max(_NARROW, min(_WIDTH, rest // fields))
 
     def heading(self, facts: Sequence[str]) -> str:
         """See `Style.heading`."""
@@ -120,20 +133,29 @@ class OsuStyle(Style):
         lines = ["", title, by, *_comments(facts), f"# Datatype: {name}."]
         if settings.benchmark == "iallreduce":
             lines += ["# Overall = Coll. Init + Compute + MPI_Test + MPI_Wait", ""]
-        titles = "".join(f"{title:>{self._width}}" for title, _ in self._columns)
-        iterations = f"{'Iterations':>{_ITERATIONS_WIDTH}}" if self._shows_iterations else ""
-        validation = f"{'Validation':>{self._width}}" if settings.shows_validation else ""
-        predicted = f"{self._predicted[0]:>{self._width}}" if settings.predict else ""
-        return "\n".join([*lines, f"{'# Size':<{_SIZE_WIDTH}}{titles}{iterations}{validation}{predicted}"])
+        cells = [f"{title:>{_WIDTH}}" for title, _ in self._columns]
+        cells += [f"{'Iterations':>{_ITERATIONS_WIDTH}}"] if self._shows_iterations else []
+        cells += [f"{'Validation':>{_WIDTH}}"] if settings.shows_validation else []
+        cells += [f"{self._predicted[0]:>{_WIDTH}}"] if settings.predict else []
+        return "\n".join([*lines, *self._folded("# Size", "#", cells)])
 
     def line(self, row: Row) -> str:
         """See `Style.line`."""
         settings = self._settings
-        values = "".join(f"{row[key]:>{self._width}.2f}" for _, key in self._columns)
-        iterations = f"{row['iterations']:>{_ITERATIONS_WIDTH}}" if self._shows_iterations else ""
-        validation = f"{'Fail' if row['wrong'] else 'Pass':>{self._width}}" if settings.shows_validation else ""
-        predicted = f"{row[self._predicted[1]]:>{self._width}.2f}" if settings.predict else ""
-        return f"{row['nbytes']:<{_SIZE_WIDTH}}{values}{iterations}{validation}{predicted}"
+        cells = [f"{row[key]:>{_WIDTH}.2f}" for _, key in self._columns]
+        cells += [f"{row['iterations']:>{_ITERATIONS_WIDTH}}"] if self._shows_iterations else []
+        cells += [f"{'Fail' if row['wrong'] else 'Pass':>{_WIDTH}}"] if settings.shows_validation else []
+        cells += [f"{row[self._predicted[1]]:>{_WIDTH}.2f}"] if settings.predict else []
+        return "\n".join(self._folded(str(row["nbytes"]), "", cells))
+
+    def _folded(self, first: str, later: str, cells: Sequence[str]) -> list[str]:
+        """Return the lines of a row that begin with ``first`` and ``later``, as many as the terminal requires."""
+        lines = [f"{first:<{_SIZE_WIDTH}}"]
+        for cell in cells:
+            if 0 < self._terminal < len(lines[-1]) + len(cell):
+                lines.append(f"{later:<{_SIZE_WIDTH}}")
+            lines[-1] += cell
+        return lines
 
 
 def _comments(facts: Sequence[str]) -> list[str]:
@@ -148,34 +170,20 @@ class NcclStyle(Style):
     def heading(self, facts: Sequence[str]) -> str:
         """See `Style.heading`."""
         settings = self._settings
-        least, largest = settings.sizes[0], settings.sizes[-1]
-        iterations = settings.iterations or "by size"
-        both = f"{'out-of-place':^30}  {'in-place':^30}"
-        figures = f"{'time':>9}  {'algbw':>6}  {'busbw':>6} {'#wrong':>6}"
-        units = f"{'(us)':>9}  {'(GB/s)':>6}  {'(GB/s)':>6} {'':>6}"
-        names = f"{'size':>10}  {'count':>12}  {'type':>8}  {'redop':>6}  {'root':>6}"
-        name_units = f"{'(B)':>10}  {'(elements)':>12}  {'':>8}  {'':>6}  {'':>6}"
-        lines = [
-            f"# hpcdp {TITLES[settings.benchmark].removesuffix(' Latency')} Test v{self._version}",
-            *_comments(facts),
-            f"# minBytes {least} maxBytes {largest} step: {settings.factor}(factor) warmup iters: {settings.warmup} "
-            f"iters: {iterations} validation: {int(settings.validate)}",
-            "#",
-            f"# {'':>{len(names)}}  {both}",
-            f"# {names}{figures}{figures}{self._predicted('predicted')}",
-            f"# {name_units}{units}{units}{self._predicted('(us)')}",
-        ]
+        title = f"# hpcdp {TITLES[settings.benchmark].removesuffix(' Latency')} Test v{self._version}"
+        counts = (
+            f"minBytes {settings.sizes[0]} maxBytes {settings.sizes[-1]} step: {settings.factor}(factor) "
+            f"warmup iters: {settings.warmup} iters: {settings.iterations or 'by size'} "
+            f"validation: {int(settings.validate)}"
+        )
+        lines = [title, *_comments(facts), *self._settings_lines(counts), "#", *self._column_titles()]
         return "\n".join(line.rstrip() for line in lines)
 
     def line(self, row: Row) -> str:
         """See `Style.line`."""
-        settings = self._settings
-        kind = _NCCL_TYPES.get(settings.dtype, settings.dtype)
-        op = settings.op if "reduce" in settings.benchmark else "none"
-        root = settings.root if settings.benchmark in ROOTED else -1
-        both = self._figures(row.get("out_of_place")) + self._figures(row)
-        predicted = self._predicted(f"{row['predicted_us']:.2f}") if settings.predict else ""
-        return f"{row['total_nbytes']:>12}  {row['count']:>12}  {kind:>8}  {op:>6}  {root:>6}{both}{predicted}"
+        kind, op, root = self._constants()
+        names = f"{row['total_nbytes']:>12}  {row['count']:>12}  {kind:>8}  {op:>6}  {root:>6}"
+        return names + self._both(row)
 
     def closing(self, rows: Sequence[Row]) -> str:
         """See `Style.closing`."""
@@ -185,16 +193,78 @@ class NcclStyle(Style):
         average = sum(figures["busbw_gb_s"] for figures in measured) / len(measured)
         return f"# Out of bounds values : {verdict}\n# Avg bus bandwidth    : {average:.6g}\n#"
 
+    def _settings_lines(self, counts: str) -> list[str]:
+        return [f"# {counts}"]
+
+    def _column_titles(self) -> list[str]:
+        names = f"{'size':>10}  {'count':>12}  {'type':>8}  {'redop':>6}  {'root':>6}"
+        units = f"{'(B)':>10}  {'(elements)':>12}  {'':>8}  {'':>6}  {'':>6}"
+        figures, figure_units = self._spaced("time", "algbw", "busbw", "#wrong"), self._spaced("(us)", *_GB_S, "")
+        return [
+            f"# {'':>{len(names)}}  {'out-of-place':^30}  {'in-place':^30}",
+            f"# {names}{figures}{figures}{self._predicted('predicted')}",
+            f"# {units}{figure_units}{figure_units}{self._predicted('(us)')}",
+        ]
+
+    def _constants(self) -> tuple[str, str, int]:
+        """Return the type, the reduction and the root, which are equal in all lines."""
+        settings = self._settings
+        op = settings.op if "reduce" in settings.benchmark else "none"
+        root = settings.root if settings.benchmark in ROOTED else -1
+        return _NCCL_TYPES.get(settings.dtype, settings.dtype), op, root
+
+    def _both(self, row: Row) -> str:
+        """Return the figures out of place and in place, and the predicted time if requested."""
+        predicted = self._predicted(f"{row['predicted_us']:.2f}") if self._settings.predict else ""
+        return self._figures(row.get("out_of_place")) + self._figures(row) + predicted
+
     def _figures(self, figures: Row | None) -> str:
         if figures is None:
-            return f"{'N/A':>9}  {'N/A':>6}  {'N/A':>6} {'N/A':>6}"
+            return self._spaced("N/A", "N/A", "N/A", "N/A")
         us = figures["avg"]
         time_us = f"{us:.0f}" if us >= 10000 else f"{us:.1f}" if us >= 100 else f"{us:.2f}"
         faulty = figures["wrong"] if self._settings.validate else "N/A"
-        return f"{time_us:>9}  {figures['algbw_gb_s']:>6.2f}  {figures['busbw_gb_s']:>6.2f} {faulty:>6}"
+        return self._spaced(time_us, f"{figures['algbw_gb_s']:.2f}", f"{figures['busbw_gb_s']:.2f}", str(faulty))
+
+    def _spaced(self, time_us: str, algbw: str, busbw: str, faulty: str) -> str:
+        return f"{time_us:>9}  {algbw:>6}  {busbw:>6} {faulty:>6}"
 
     def _predicted(self, text: str) -> str:
-        return f"  {text:>9}" if self._settings.predict else ""
+        return f"{text:>{_NCCL_PREDICTED_WIDTH}}" if self._settings.predict else ""
+
+
+class NarrowNcclStyle(NcclStyle):
+    """The tables of `NcclStyle` in 80 columns: a comment line has what is equal in all lines."""
+
+    def line(self, row: Row) -> str:
+        """See `Style.line`."""
+        return f"{row['total_nbytes']:>10}{self._both(row)}"
+
+    def _settings_lines(self, counts: str) -> list[str]:
+        kind, op, root = self._constants()
+        return _comments([f"type {kind}, redop {op}, root {root}", counts])
+
+    def _column_titles(self) -> list[str]:
+        figures, units = self._spaced("time", "algbw", "busbw", "#wrong"), self._spaced("(us)", *_GB_S, "")
+        return [
+            f"# {'':>8}{'out-of-place':^30}{'in-place':^30}",
+            f"# {'size':>8}{figures}{figures}{self._predicted('predicted')}",
+            f"# {'(B)':>8}{units}{units}{self._predicted('(us)')}",
+        ]
+
+    def _spaced(self, time_us: str, algbw: str, busbw: str, faulty: str) -> str:
+        return f"{time_us:>9}{algbw:>7}{busbw:>7}{faulty:>7}"
+
+    def _predicted(self, text: str) -> str:
+        return f"{text:>10}" if self._settings.predict else ""
+
+
+def style_for(settings: Settings, version: str, terminal: int) -> Style:
+    """Return the format of a table on a terminal of this width, 0 for files and scripts."""
+    if settings.style == "osu":
+        return OsuStyle(settings, version, terminal)
+    width = _NCCL_WIDTH + (_NCCL_PREDICTED_WIDTH if settings.predict else 0)
+    return (NarrowNcclStyle if 0 < terminal < width else NcclStyle)(settings, version)
 
 
 _OURS, _PEER, _LIMIT, _GRID = "#3566a8", "#c8552b", "#6b6b6b", "#d9d9d9"
@@ -297,22 +367,24 @@ def _rate(figures: dict[str, Any], nbytes: int) -> float:
     return float(nbytes / figures["median"] / 1e3)
 
 
-COLLECTIVES = ("allreduce", "iallreduce", "reduce_scatter", "allgather", "broadcast", "reduce")
-PAIRS = ("latency", "bandwidth", "bibandwidth", "multi_pair")
+BLOCKS = ("allgatherv", "alltoall", "gather", "scatter")
+COLLECTIVES = ("allreduce", "iallreduce", "reduce_scatter", "allgather", "broadcast", "reduce", *BLOCKS)
+PAIRS = ("latency", "pt2pt", "bandwidth", "bibandwidth", "multi_pair")
 BENCHMARKS = (*PAIRS, *COLLECTIVES)
 REDUCING = ("allreduce", "iallreduce", "reduce_scatter", "reduce")
 STYLES = ("osu", "nccl")
 
-ROOTED = ("broadcast", "reduce")
+ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 _INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 _DTYPES = ("float32", "float64", "float16", "bfloat16", *_INTEGERS)
 _EPILOG = """\
 benchmarks:
-  between two ranks       latency, bandwidth, bibandwidth
+  between two ranks       latency, bandwidth, bibandwidth; pt2pt: send, recv
   pairs (i, i + n/2)      multi_pair
   collectives             allreduce, iallreduce, reduce_scatter, allgather,
-                          broadcast, reduce
+                          broadcast, reduce, allgatherv, alltoall, gather,
+                          scatter
 
 examples:
   hpcdp launch -n 2 -- hpcdp bench allreduce -m 4:64M
@@ -381,30 +453,30 @@ def parser() -> Parser:
     add("-M", "--mem-limit", dest="most", metavar="SIZE", help="leave out messages above SIZE bytes")
     add("-i", "--iterations", type=int, metavar="N", help="timed calls (default: by size)")
     add("-x", "--warmup", type=int, default=10, metavar="N", help="untimed calls before (10)")
-    add("-f", "--full", action="store_true", help="all columns, e.g. least and greatest latency")
+    add("-f", "--full", action="store_true", help="all columns, e.g. minimum and maximum")
     add(
         "-c", "--validation", dest="validate", type=int, nargs="?", const=1, metavar="0|1",
-        help="1: a column for the validation, which is done in any case; 0: do without",
+        help="1: print a column for the validation; 0: do not validate (default: validate without a column)",
     )  # fmt: skip
     add(
         "-T", "--type", dest="dtype", metavar="DTYPE",
         help="float32, bfloat16, int64 ...; or mpi_char, mpi_int, mpi_float",
     )  # fmt: skip
-    add("-d", "--accelerator", dest="device", default="cpu", metavar="DEVICE", help="where the arrays are: cpu")
+    add("-d", "--accelerator", dest="device", default="cpu", metavar="DEVICE", help="memory of the arrays: cpu")
     add("-k", "--root-rank", dest="root", type=int, default=0, metavar="RANK", help="root of broadcast and reduce (0)")
-    add("-l", "--in-place", action="store_true", help="collectives in place, as they are in any case")
-    add("-W", "--window-size", dest="window", type=int, default=64, metavar="N", help="messages under way at once (64)")
+    add("-l", "--in-place", action="store_true", help="no effect: collectives are always in place")
+    add("-W", "--window-size", dest="window", type=int, default=64, metavar="N", help="messages in flight (64)")
     add(
         "-t", "--num-test-calls", dest="tests", type=int, default=0, metavar="N",
         help="calls of test() while iallreduce runs (0)",
     )  # fmt: skip
     add("--algorithm", default="auto", metavar="NAME", help="auto (default), native, ring ...")
     add("--op", default="sum", metavar="NAME", help="sum (default), mean, min, max, prod")
-    add("--style", default="osu", metavar="NAME", help="columns of osu (default) or of nccl, for collectives")
-    add("--predict", action="store_true", help="what the cost model expects, beside what was measured")
-    add("--csv", metavar="FILE", help="a line for each size")
-    add("--json", metavar="FILE", help="the figures, and the machine they were measured on")
-    add("--plot", metavar="FILE", help="PNG: bandwidth over size, the MPI library's own, the machine's limit")
+    add("--style", default="osu", metavar="NAME", help="table of osu (default) or nccl; nccl for collectives only")
+    add("--predict", action="store_true", help="also print the time that the cost model predicts")
+    add("--csv", metavar="FILE", help="write the figures as CSV, one line per size")
+    add("--json", metavar="FILE", help="write the figures and facts of the machine as JSON")
+    add("--plot", metavar="FILE", help="plot bandwidth over size as PNG, with that of the MPI library")
     return made
 
 
@@ -479,10 +551,11 @@ def main(argv: Sequence[str]) -> int:
     """
     settings = parse(argv)
 
-    from .. import comm
-    from .measure import pin_to_own_core
+    with explained("starting MPI", speaks(), sys.stderr):
+        from .. import comm
+        from .measure import pin_to_own_core
 
-    world = comm.init()
+        world = comm.init()
     pin_to_own_core(world)
     return run(settings, world)
 
@@ -490,6 +563,7 @@ def main(argv: Sequence[str]) -> int:
 def run(settings: Settings, world: World) -> int:
     """Run a benchmark in ``world`` and return the exit status; every rank must call. Rank 0 prints and writes."""
     from ..comm.consistency import on_rank_0
+    from ..train.progress import terminal_columns
     from .measure import format_size
 
     check(settings, world)
@@ -498,19 +572,22 @@ def run(settings: Settings, world: World) -> int:
     if settings.predict:
         from . import tune
 
-        predicted, basis = tune.predictor(settings, world)
+        with explained("measuring links and cores", world.rank == 0, sys.stderr):
+            predicted, basis = tune.predictor(settings, world)
         facts.append(basis)
         if predicted is None:
             settings = replace(settings, predict=False)
         else:
             measured = tune.with_predictions(measured, predicted)
-    style: Style = (OsuStyle if settings.style == "osu" else NcclStyle)(settings, __version__)
+    style = style_for(settings, __version__, terminal_columns(sys.stdout))
     rows: list[Row] = []
     try:
-        for row in measured:
+        with explained("loading kernels and measuring the first size", world.rank == 0, sys.stderr):
+            first = [next(measured)]
+        if world.rank == 0:
+            print(style.heading(facts))
+        for row in itertools.chain(first, measured):
             if world.rank == 0:
-                if not rows:
-                    print(style.heading(facts))
                 print(style.line(row), flush=True)
             rows.append(row)
     except UnsupportedError as error:
@@ -565,7 +642,7 @@ def check(settings: Settings, world: World) -> None:
 
     if settings.benchmark in COLLECTIVES:
         collective = settings.benchmark.removeprefix("i")
-        check_name(f"{collective} algorithm", settings.algorithm, ["auto", *ALGORITHMS[collective]])
+        check_name(f"{collective} algorithm", settings.algorithm, ["auto", *ALGORITHMS.get(collective, ())])
     if settings.benchmark in REDUCING:
         check_name("op", settings.op, OPS)
     if settings.benchmark in ROOTED:
@@ -577,8 +654,8 @@ def check(settings: Settings, world: World) -> None:
         on_rank_0(world.comm, check_drawable)
     check_writable("bench", settings.files, world)
     arrays = 2 if settings.benchmark in PAIRS or settings.style == "nccl" else 1
-    if settings.benchmark == "allgather":
-        arrays += world.size - 1
+    if settings.benchmark in ("allgather", *BLOCKS):
+        arrays += 2 * world.size - 1
     check_memory(f"bench {settings.benchmark} -m", world, settings.sizes[-1], arrays)
 
 
@@ -613,12 +690,12 @@ def _facts(settings: Settings, world: World) -> list[str]:
     if settings.benchmark == "multi_pair":
         facts.append(f"[ pairs: {half} ] [ window size: {settings.window} ]")
     elif settings.benchmark in PAIRS:
-        window = "" if settings.benchmark == "latency" else f", window size: {settings.window}"
+        window = "" if settings.benchmark in ("latency", "pt2pt") else f", window size: {settings.window}"
         facts.append(f"Ranks 0 and {half}{window}.")
     else:
         op = f", op: {settings.op}" if settings.benchmark in REDUCING else ""
         op += f", root: {settings.root}" if settings.benchmark in ROOTED else ""
-        where = "" if settings.style == "nccl" else ", in place"
+        where = "" if settings.style == "nccl" or settings.benchmark in BLOCKS else ", in place"
         facts.append(f"Algorithm: {settings.algorithm}{op}{where}.")
     return facts
 
@@ -647,7 +724,7 @@ def _limit(settings: Settings, world: World) -> tuple[str, float]:
         return "point to point between nodes", link_rates(world, 16 << 20)["one_way"] / 1e3
     size = format_size(LIMIT_NBYTES)
     rates = copy_rates(world, LIMIT_NBYTES)
-    if settings.benchmark in ("latency", "bandwidth"):
+    if settings.benchmark in ("latency", "pt2pt", "bandwidth"):
         return f"memory copy of {size}, one core", rates["one_core_gb_s"]
     return f"memory copy of {size}, all cores", rates["all_cores_gb_s"]
 

@@ -31,7 +31,7 @@ from .measure import (
     wrong,
 )
 
-PATTERNS = ("latency", "bandwidth", "bibandwidth", "multi_pair")
+PATTERNS = ("latency", "pt2pt", "bandwidth", "bibandwidth", "multi_pair")
 
 _TOKEN, _DATA = 1, 2  # tags
 
@@ -56,9 +56,18 @@ def own_messages(world: World) -> PairMessages:
     return PairMessages(lambda x, to: comm.isend(x, to, _DATA), lambda x, of: comm.irecv(x, of, _DATA), finish)
 
 
+def public_messages(world: World) -> PairMessages:
+    """Return the public functions, whose messages say the shape and dtype of their array."""
+    return PairMessages(
+        lambda x, to: collectives.isend(x, to, _DATA, world),
+        lambda x, of: collectives.irecv(x, of, _DATA, world),
+        lambda operations: [operation.wait() for operation in operations],
+    )
+
+
 def library_messages(world: World) -> PairMessages | None:
     """Return the calls of the MPI library; None for thread ranks."""
-    mpi = getattr(world.comm, "mpi", None)
+    mpi = _mpi(world)
     if mpi is None:
         return None
     return PairMessages(
@@ -104,7 +113,7 @@ class PairExchange:
         """See `Candidate`."""
         first = self.rank < self.peer
         begin = time.perf_counter_ns()
-        if self.pattern == "latency":
+        if self.pattern in ("latency", "pt2pt"):
             for sending in (first, not first):
                 self._finish([self._send() if sending else self._receive()])
             return (time.perf_counter_ns() - begin) // 2
@@ -206,7 +215,7 @@ class PairSweep:
         """Return the schedule of a size: ``iterations`` timings, or a number by the size."""
         if self.iterations is not None:
             return MeasuringSchedule.exactly(self.iterations, self.warmup, candidates)
-        latency = self.pattern == "latency"
+        latency = self.pattern in ("latency", "pt2pt")
         return MeasuringSchedule.for_size(
             nbytes * (1 if latency else self.window), 1000 if latency else 100, self.warmup
         )
@@ -226,7 +235,7 @@ def sweep_pairs(
     ranks = Ranks(how.pattern, world)
     data = FreshData(world.rank, world.size, how.dtype)
     x, y = (np.empty(sizes[-1] // how.dtype.itemsize, how.dtype) for _ in range(2))
-    calls = {"own": own_messages(world)}
+    calls = {"own": public_messages(world) if how.pattern == "pt2pt" else own_messages(world)}
     if beside_library and (messages := library_messages(world)) is not None:
         calls["library"] = messages
     for nbytes in sizes:
@@ -245,7 +254,7 @@ def _pair_figures(how: PairSweep, series: list[Series], ranks: Ranks, nbytes: in
     # One way the sender's clock counts, since it waits for an answer. Both ways one end finishes before the other.
     clocks = ranks.ends if how.pattern == "bibandwidth" else range(ranks.pairs)
     ns = np.array([series[rank].ns for rank in clocks])
-    figures = _latency(ns) if how.pattern == "latency" else _bandwidth(how, ns, nbytes)
+    figures = _latency(ns) if how.pattern in ("latency", "pt2pt") else _bandwidth(how, ns, nbytes)
     return {"iterations": ns.shape[1], **figures, "wrong": wrong(series)}
 
 
@@ -319,15 +328,21 @@ class Buffers:
 def elements(sweep: CollectiveSweep, count: int, ranks: int) -> tuple[int, int]:
     """Return the elements of a rank's input and of its result for a message of ``count`` elements.
 
-    The message of an allgather is the contribution of one rank, as in OSU's benchmarks, of others the whole array.
+    The message of an allgather and of `BLOCKS` is the contribution of one rank, or that for one rank, as in OSU's
+    benchmarks, of others the whole array.
     """
     if sweep.collective == "allgather":
         return count if sweep.out_of_place else 0, ranks * count
+    if sweep.collective in BLOCKS:
+        return ranks * count, ranks * count
     return count, count if sweep.out_of_place else 0
 
 
 Call = Callable[[np.ndarray, np.ndarray, CollectiveSweep, World], Any]
 """A call of one collective with this rank's input and result, which may overlap."""
+
+BLOCKS = ("allgatherv", "alltoall", "gather", "scatter")
+"""Collectives of blocks, whose input and result are apart."""
 
 CALLS: dict[str, Call] = {
     "allreduce": lambda x, out, how, world: collectives.allreduce(
@@ -339,15 +354,34 @@ CALLS: dict[str, Call] = {
     "reduce": lambda x, out, how, world: collectives.reduce(
         x, how.op, how.root, world, how.algorithm, None if out is x else out
     ),
+    "allgatherv": lambda x, out, how, world: collectives.allgather(x, world, how.algorithm),
+    "alltoall": lambda x, out, how, world: collectives.alltoall(x, None, world, out),
+    "gather": lambda x, out, how, world: collectives.gather(
+        x, how.root, world, out if world.rank == how.root else None
+    ),
+    "scatter": lambda x, out, how, world: collectives.scatter(
+        x if world.rank == how.root else None, how.root, world, out=out
+    ),
 }
+
+
+def _mpi(world: World) -> Any:
+    """Return the communicator of mpi4py; None for thread ranks."""
+    return getattr(world.comm, "mpi", None)
+
+
 LIBRARY: dict[str, Call] = {
     "allreduce": lambda x, out, how, world: world.comm.native_allreduce(x, how.op),
     "reduce_scatter": lambda x, out, how, world: world.comm.native_reduce_scatter(x, out, how.op),
     "allgather": lambda x, out, how, world: world.comm.native_allgather(out),
     "broadcast": lambda x, out, how, world: world.comm.native_broadcast(x, how.root),
     "reduce": lambda x, out, how, world: world.comm.native_reduce(x, how.op, how.root),
+    "allgatherv": lambda x, out, how, world: _mpi(world).Allgatherv(x, [out, [x.size] * world.size]),
+    "alltoall": lambda x, out, how, world: _mpi(world).Alltoall(x, out),
+    "gather": lambda x, out, how, world: _mpi(world).Gather(x, out if world.rank == how.root else None, how.root),
+    "scatter": lambda x, out, how, world: _mpi(world).Scatter(x if world.rank == how.root else None, out, how.root),
 }
-"""The MPI library's own collectives, in place."""
+"""The MPI library's own collectives, in place unless they are of `BLOCKS`."""
 
 
 def ours(name: str, data: FreshData, x: np.ndarray, world: World, how: dict[str, Any]) -> MeasuredCollective:
@@ -374,13 +408,38 @@ def exchange(
         check = lambda result, iteration: sum(  # noqa: E731
             data.wrong_input(part, iteration, rank) for rank, part in enumerate(split(result, world.size))
         )
+    elif name in BLOCKS:
+        x, result, check = _of_blocks(how, buffers, count)
     elif name == "broadcast":
         check = lambda result, iteration: data.wrong_input(result, iteration, how.root)  # noqa: E731
     elif name == "reduce" and world.rank != how.root:
         result = x
         check = lambda result, iteration: data.wrong_input(result, iteration, world.rank)  # noqa: E731
     do = (LIBRARY if library else CALLS)[name]
-    return MeasuredCollective(name, data, x, result, lambda: do(x, result, how, world), check)
+    returns = name == "allgatherv" and not library
+    return MeasuredCollective(name, data, x, result, lambda: do(x, result, how, world), check, returns)
+
+
+def _of_blocks(
+    how: CollectiveSweep, buffers: Buffers, count: int
+) -> tuple[np.ndarray, np.ndarray, Callable[[np.ndarray, int], int]]:
+    """Return the input and the result of a collective of blocks, and the check of the result."""
+    name, world, data = how.collective, buffers.world, buffers.data
+    n, rank = world.size, world.rank
+    everything, out = buffers.x[: n * count], buffers.out[: n * count]
+    if name == "scatter":
+        result = out[:count]
+        return everything, result, lambda result, iteration: data.wrong_input(result, iteration, how.root, rank * count)
+    if name == "gather" and rank != how.root:
+        return everything[:count], out[:0], lambda result, iteration: 0
+    first = rank * count if name == "alltoall" else 0
+    x = everything if name == "alltoall" else everything[:count]
+
+    def check(result: np.ndarray, iteration: int) -> int:
+        parts = enumerate(split(result, n))
+        return sum(data.wrong_input(part, iteration, other, first) for other, part in parts)
+
+    return x, out, check
 
 
 def sweep_collective(
@@ -397,7 +456,7 @@ def sweep_collective(
     buffers = Buffers(how, sizes[-1] // how.dtype.itemsize, world)
     for nbytes in sizes:
         count = nbytes // how.dtype.itemsize
-        total = nbytes * (world.size if how.collective == "allgather" else 1)
+        total = nbytes * (world.size if how.collective in ("allgather", *BLOCKS) else 1)
 
         def measured(*candidates: MeasuredCollective, total: int = total) -> list[dict[str, Any]]:
             schedule = how.schedule(total, 200, len(candidates))
@@ -410,7 +469,7 @@ def sweep_collective(
             candidates.append(replace(peer, name="the MPI library"))
         own, *library = measured(*candidates)
         row = {"nbytes": nbytes, "count": count, "total_nbytes": total, **own}
-        if how.out_of_place and how.collective != "broadcast":
+        if how.out_of_place and how.collective not in ("broadcast", *BLOCKS):
             (row["out_of_place"],) = measured(exchange(how, buffers, count, in_place=False))
         if library:
             row["library"] = library[0]

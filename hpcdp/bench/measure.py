@@ -107,9 +107,12 @@ class FreshData:
             tolerance = 0.0 if whole or self._op in ("min", "max") else 10 * eps
         return count_wrong(result, np.roll(self.reduced(iteration), -start), tolerance)
 
-    def wrong_input(self, result: np.ndarray, iteration: int, rank: int) -> int:
-        """Return the number of elements of ``result``, shape ``(count,)``, that differ from the input of ``rank``."""
-        return count_wrong(result, self._block(rank, iteration), 0.0)
+    def wrong_input(self, result: np.ndarray, iteration: int, rank: int, start: int = 0) -> int:
+        """Return the number of elements of ``result``, shape ``(count,)``, that differ from the input of ``rank``.
+
+        The first element is number ``start`` of that input.
+        """
+        return count_wrong(result, np.roll(self._block(rank, iteration), -start), 0.0)
 
 
 def count_wrong(result: np.ndarray, block: np.ndarray, tolerance: float) -> int:
@@ -144,6 +147,7 @@ class MeasuredCollective:
         result: the array of the result; may be ``x``.
         call: a function that runs the collective.
         check: a function of the result and the iteration that counts wrong elements; default: for an allreduce.
+        returns: True for a call that returns a new array as the result.
     """
 
     name: str
@@ -152,6 +156,7 @@ class MeasuredCollective:
     result: np.ndarray
     call: Callable[[], Any]
     check: Callable[[np.ndarray, int], int] | None = None
+    returns: bool = False
 
     def refresh(self, iteration: int) -> None:
         """See `Candidate`."""
@@ -160,8 +165,11 @@ class MeasuredCollective:
     def timed(self) -> int:
         """See `Candidate`."""
         begin = time.perf_counter_ns()
-        self.call()
-        return time.perf_counter_ns() - begin
+        returned = self.call()
+        ns = time.perf_counter_ns() - begin
+        if self.returns:
+            self.result = returned
+        return ns
 
     def wrong(self, iteration: int) -> int:
         """See `Candidate`."""

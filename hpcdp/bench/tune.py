@@ -13,6 +13,7 @@ messages differently and caches are small. `predictor` predicts a benchmark.
 
 from __future__ import annotations
 
+import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,10 +32,11 @@ from ..comm.consistency import on_rank_0
 from ..comm.shared_memory import NodeBarrier
 from ..comm.tasks import LANES, TaskGroup
 from ..core.checks import one_of
+from ..core.environment import explained
 from ..errors import ConfigError, HpcdpError, UnsupportedError, listed
 from ..launch.parser import Parser
 from .command import PAIRS, REDUCING, Settings
-from .communication import CALLS, Buffers, CollectiveSweep, exchange
+from .communication import BLOCKS, CALLS, Buffers, CollectiveSweep, exchange
 from .measure import (
     FreshData,
     MeasuringSchedule,
@@ -413,7 +415,7 @@ def _of_messages(settings: Settings, world: World, machine: MachineModel) -> Pre
         seconds = settings.window * message_s + 2 * link.alpha_s
         return {"predicted_mb_s": 1e-6 * settings.window * ways * pairs * nbytes / seconds}
 
-    return latency_us if name == "latency" else bandwidth_mb_s
+    return latency_us if name in ("latency", "pt2pt") else bandwidth_mb_s
 
 
 def _of_collective(settings: Settings, world: World, machine: MachineModel) -> Predictor:
@@ -425,7 +427,9 @@ def _of_collective(settings: Settings, world: World, machine: MachineModel) -> P
     def predicted_us(row: Row) -> dict[str, float]:
         nbytes: int = row["total_nbytes"] if "total_nbytes" in row else row["nbytes"]
         algorithm = settings.algorithm
-        if algorithm == "auto":
+        if collective in BLOCKS:
+            algorithm = "shared" if topology.nodes == 1 and topology.shared_memory else "messages"
+        elif algorithm == "auto":
             algorithm = registry.choose(collective, nbytes, dtype, op, world)
         return {"predicted_us": 1e6 * predicted_s(collective, algorithm, nbytes, topology, machine)}
 
@@ -462,15 +466,21 @@ def parser() -> Parser:
     made = Parser(
         prog="hpcdp tune",
         usage="hpcdp tune [COLLECTIVE ...] [-m MIN:MAX] [--quick] [--dry-run | --show]",
-        description="Measure links and algorithms, and save which is the fastest at each size.",
+        description="Measure links and collectives, and save the fastest algorithm for each size.",
         epilog=_EPILOG,
     )
-    made.add_argument("collectives", nargs="*", metavar="COLLECTIVE", help="only these; saved choices of others stay")
-    made.add_argument("-m", dest="sizes", metavar="MIN:MAX", help="array sizes in bytes (4:64M); others stay")
-    made.add_argument("--quick", action="store_true", help="sizes 4:4M and fewer timings, some seconds in all")
+    made.add_argument(
+        "collectives", nargs="*", metavar="COLLECTIVE", help="measure only these, and keep the saved choices of others"
+    )
+    made.add_argument(
+        "-m", dest="sizes", metavar="MIN:MAX", help="array sizes in bytes (4:64M); keep the saved choices of others"
+    )
+    made.add_argument(
+        "--quick", action="store_true", help="sizes 4:4M and fewer timings, in some twenty seconds on two ranks"
+    )
     either = made.add_mutually_exclusive_group()
     either.add_argument("--dry-run", action="store_true", help="measure and print, save nothing")
-    either.add_argument("--show", action="store_true", help="print the table that fits these ranks, measure nothing")
+    either.add_argument("--show", action="store_true", help="print the saved table for these ranks, measure nothing")
     return made
 
 
@@ -534,7 +544,8 @@ def tune(world: World, effort: Effort, dry_run: bool = False, collectives: Seque
         registry.check_folder(world)
     nodes = f"{world.num_nodes} node{'s' if world.num_nodes > 1 else ''}"
     facts = [f"hpcdp tune v{__version__}, {world.size} ranks on {nodes}, {world.library}"]
-    machine = probe(world)
+    with explained("measuring links and cores", world.rank == 0, sys.stderr):
+        machine = probe(world)
     crowded = registry.crowded(world)
     facts += describe(machine, world.num_nodes > 1)
     facts += [f"no predictions: {crowded}, but the model assumes a core per rank"] if crowded else []

@@ -411,11 +411,8 @@ def _best_of(values: Mapping[int, float]) -> int:
 def wait_for(path: Path, timeout_s: float = 10.0) -> None:
     """Wait until a folder that another host has made is visible here, which takes a moment on cluster file systems."""
     deadline = time.monotonic() + timeout_s
-    while not _is_visible(path) and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            if path.exists():
+                return
         time.sleep(0.01)
-
-
-def _is_visible(path: Path) -> bool:
-    with contextlib.suppress(OSError):
-        return path.exists()
-    return False

@@ -276,36 +276,30 @@ def averages(arrays: Mapping[str, Any], world: World) -> dict[str, Any]:
     return {name: from_host(host, arrays[name]) for name, host in hosts.items()}
 
 
-class _Generator(Adapter):
-    def __init__(self, generator: np.random.Generator) -> None:
-        self._generator = generator
+class RandomState(Adapter):
+    """The state of a random generator, by functions that get and set it."""
+
+    def __init__(self, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
+        self._get, self._put = get, put
 
     def state_dict(self) -> Any:
-        return self._generator.bit_generator.state
+        """See `Adapter.state_dict`."""
+        return self._get()
 
     def load_state_dict(self, state: Any) -> None:
-        self._generator.bit_generator.state = state
+        """See `Adapter.load_state_dict`."""
+        self._put(state)
 
 
 @as_stateful.register
 def _(value: np.random.Generator, world: World) -> Stateful:
-    return _Generator(value)
-
-
-class _Random(Adapter):
-    def __init__(self, generator: random.Random) -> None:
-        self._generator = generator
-
-    def state_dict(self) -> Any:
-        return self._generator.getstate()
-
-    def load_state_dict(self, state: Any) -> None:
-        self._generator.setstate(state)
+    bits = value.bit_generator
+    return RandomState(lambda: bits.state, lambda state: setattr(bits, "state", state))
 
 
 @as_stateful.register
 def _(value: random.Random, world: World) -> Stateful:
-    return _Random(value)
+    return RandomState(value.getstate, value.setstate)
 
 
 def plain(operation: str, name: str, tensor: Sharded) -> Sharded:

@@ -51,13 +51,6 @@ def check_retention(keep: object, keep_every: object, best: object) -> None:
         raise ConfigError("Manager", where="keep", expected="a number with keep_every or best", got=None)
 
 
-def check_ways_to_write(compression: object, atomic_rename: object) -> None:
-    """Raise `ConfigError` for invalid arguments of writing, see `Manager`."""
-    if compression is not None:
-        one_of("Manager", "compression", compression, COMPRESSIONS)
-    boolean("Manager", "atomic_rename", atomic_rename)
-
-
 def step_number(operation: str, step: object) -> int:
     """Return a step as an int; `ConfigError` for anything else."""
     return whole_number(operation, "step", step, 0, 10**18 - 1, expected="an integer from 0 to 10**18 - 1")
@@ -193,7 +186,9 @@ class Manager:
 
         def checked() -> Path:
             check_retention(keep, keep_every, best)
-            check_ways_to_write(compression, atomic_rename)
+            if compression is not None:
+                one_of("Manager", "compression", compression, COMPRESSIONS)
+            boolean("Manager", "atomic_rename", atomic_rename)
             return absolute(path)
 
         self.path = on_every_rank(self.world.comm, checked)

@@ -40,10 +40,10 @@ examples:
   hpcdp train --config run.toml --lr 0.1       a flag overrides the file
   mpirun -n 4 hpcdp train mlp --data digits    the ranks that mpirun starts
   hpcdp train lenet --ranks 4 --kv-store dist_async --servers 2
-  hpcdp train --resume runs/lenet-digits-001   goes on where that run ended
+  hpcdp train --resume runs/lenet-digits-001   continues that run
 
 Exit status 75: stopped early, with a checkpoint (SIGUSR1, --time-limit-s, the
-end of the batch job); the same command with --resume auto goes on.
+end of the batch job). The same command with --resume auto continues.
 
 Settings in a TOML file have the names of the flags with underscores:
   batch_size = 256
@@ -51,10 +51,10 @@ Settings in a TOML file have the names of the flags with underscores:
 _FORWARDING = {
     "launch": "start a program as MPI ranks, here or on other machines",
     "bench": "measure messages and collectives",
-    "tune": "measure this machine and save which algorithms suit it",
+    "tune": "measure collectives and save the fastest algorithms",
     "checkpoint": "list, verify, compare, export and remove checkpoints",
     "slurm": "render batch scripts, submit them, manage their jobs",
-    "report": "make a page of HTML about runs, side by side",
+    "report": "write an HTML page that shows or compares runs",
     "completion": "print the completion script of bash or zsh",
 }
 """Commands whose modules parse the rest of the line, with their descriptions."""
@@ -62,7 +62,7 @@ _INFO_EXAMPLES = """\
 examples:
   hpcdp info
   hpcdp info --json
-  hpcdp launch -n 4 -- hpcdp info    what every rank of a job sees
+  hpcdp launch -n 4 -- hpcdp info    also node and cores of each rank
 """
 
 
@@ -163,7 +163,7 @@ def parser() -> Parser:
     info = add_command(commands, "info", _info, about, epilog=_INFO_EXAMPLES)
     info.add_argument("--json", action="store_true", help="print JSON")
     doctor = add_command(commands, "doctor", _doctor, "check an installation and print remedies")
-    doctor.add_argument("--slurm", action="store_true", help="check MPI under Slurm; in a job this runs steps")
+    doctor.add_argument("--slurm", action="store_true", help="check MPI under Slurm; in a job it starts job steps")
     for name, about in _FORWARDING.items():
         add_command(commands, name, _forward, about)
     return made
@@ -268,8 +268,8 @@ def _train_here(config: TrainConfig, settings: dict[str, Any]) -> int:
 
 
 def _train_as_a_rank(config: TrainConfig, settings: dict[str, Any]) -> int:
-    from ..core.environment import speaks
-    from ..train.runs.config import explained, uncollected
+    from ..core.environment import explained, speaks
+    from ..train.runs.config import uncollected
 
     with uncollected(), explained("importing hpcdp", speaks(os.environ)):
         from ..comm import init
@@ -305,7 +305,7 @@ def _how_to_go_on(run_dir: str) -> str:
     with contextlib.suppress(OSError, HpcdpError):
         directory.require_free(Path(run_dir) / CHECKPOINTS)  # as below
         if directory.find(Path(run_dir) / CHECKPOINTS):
-            return f"; go on with: hpcdp train --resume {shlex.quote(run_dir)}"
+            return f"; resume with: hpcdp train --resume {shlex.quote(run_dir)}"
     return ""
 
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from ..checkpoint.export import Writer
 
 _EPILOG = """\
-PATH is the folder of a checkpoint (step-0000000100), or a folder of several,
-or a run folder with checkpoints/ in it; of several the newest is taken.
+PATH is a checkpoint (step-0000000100), a folder of checkpoints, or a run
+folder. If there are several checkpoints, the newest is used.
 
 examples:
   hpcdp checkpoint ls runs/lenet-digits-001
@@ -30,8 +30,8 @@ examples:
   hpcdp checkpoint export runs/a net.pt --name network --best=-test_loss
   hpcdp checkpoint prune runs/a --keep 3 --best=-loss --dry-run
 
-exit status: 0; 1 for faults (verify) or differences (diff); 2 for what was
-asked wrongly, or cannot be read
+Exit status: 1 for damage (verify) or differences (diff), 2 for wrong
+arguments or files that cannot be read, else 0.
 """
 _SUFFIXES = {".npz": "npz", ".safetensors": "safetensors", ".pt": "pt", ".pth": "pt"}
 
@@ -47,44 +47,46 @@ def parser() -> Parser:
     made.set_defaults(run=None)
     commands = made.add_subparsers(title="commands", metavar="COMMAND", dest="command_name", prog="hpcdp checkpoint")
 
-    ls = add_command(commands, "ls", _ls, "one line a checkpoint, left-overs, and who saves here")
-    ls.add_argument("path", metavar="PATH", type=Path, help="a folder of checkpoints, of a run, or of one checkpoint")
+    ls = add_command(commands, "ls", _ls, "list checkpoints, incomplete ones, and the job that saves here")
+    ls.add_argument("path", metavar="PATH", type=Path, help="a folder of checkpoints, a run folder, or one checkpoint")
     ls.add_argument("--json", action="store_true", help="print JSON")
 
-    show = add_command(commands, "show", _show, "what is in a checkpoint, or in one tensor of it")
+    show = add_command(commands, "show", _show, "show the contents of a checkpoint, or statistics of a tensor")
     show.add_argument("path", metavar="PATH", type=Path, help="a checkpoint, or a folder of several")
-    show.add_argument("name", metavar="NAME", nargs="?", default="", help="one tensor, or all entries below a name")
-    show.add_argument("--step", metavar="N", type=at_least(0), help="of several, that one instead of the newest")
+    show.add_argument("name", metavar="NAME", nargs="?", default="", help="show only this tensor, or entries below it")
+    show.add_argument("--step", metavar="N", type=at_least(0), help="use the checkpoint of step N, not the newest")
 
-    verify = add_command(commands, "verify", _verify, "every byte of every file against the manifest")
-    verify.add_argument("paths", metavar="PATH", type=Path, nargs="+", help="a checkpoint, or a folder: all in it")
+    verify = add_command(commands, "verify", _verify, "compare every byte with its checksum")
+    verify.add_argument(
+        "paths", metavar="PATH", type=Path, nargs="+", help="a checkpoint, or a folder, of which all are verified"
+    )
 
-    diff = add_command(commands, "diff", _diff, "in what two checkpoints differ; status 1 if they do")
+    diff = add_command(commands, "diff", _diff, "compare two checkpoints; exit status 1 if they differ")
     diff.add_argument("a", metavar="A", type=Path, help="a checkpoint, or a folder of several")
-    diff.add_argument("b", metavar="B", type=Path, help="the other")
+    diff.add_argument("b", metavar="B", type=Path, help="a checkpoint, or a folder of several")
     for name in ("rtol", "atol"):
         diff.add_argument(f"--{name}", metavar="X", type=at_least(0.0), default=0.0,
-                          help="no difference: |a - b| <= atol + rtol |b| (0: the same bits)")  # fmt: skip
+                          help="ignore differences up to atol + rtol * |b| (default: 0)")  # fmt: skip
 
-    export = add_command(commands, "export", _export, "to NumPy, safetensors or PyTorch")
+    export = add_command(commands, "export", _export, "write tensors to a file of NumPy, safetensors or PyTorch")
     export.add_argument("path", metavar="PATH", type=Path, help="a checkpoint, or a folder of several")
-    export.add_argument("out", metavar="OUT", type=Path, help="a file .npz, .safetensors or .pt")
+    export.add_argument("out", metavar="OUT", type=Path, help="the file: .npz, .safetensors or .pt")
     export.add_argument(
-        "--name", metavar="PREFIX", default="", help="entries below it, without the prefix; e.g. network"
+        "--name", metavar="PREFIX", default="", help="only entries below this name, e.g. network; their names lose it"
     )
     export.add_argument("--format", metavar="NAME", help="npz, safetensors or pt (default: by the suffix of OUT)")
-    export.add_argument("--step", metavar="N", type=at_least(0), help="of several, that one instead of the newest")
-    export.add_argument(
-        "--best", metavar="METRIC", help="of several, that with the greatest; --best=-loss: the smallest"
-    )
+    export.add_argument("--step", metavar="N", type=at_least(0), help="use the checkpoint of step N, not the newest")
+    export.add_argument("--best", metavar="METRIC", help="use that with the largest metric; --best=-loss: the smallest")
     export.add_argument("--overwrite", action="store_true", help="replace OUT")
 
     prune = add_command(commands, "prune", _prune, "remove old checkpoints, never the last good one")
-    prune.add_argument("path", metavar="FOLDER", type=Path, help="of checkpoints, or of a run")
-    prune.add_argument("--keep", metavar="N", type=at_least(1), required=True, help="the newest N stay")
-    prune.add_argument("--keep-every", metavar="M", type=at_least(1), help="and those whose step M divides")
-    prune.add_argument("--best", metavar="METRIC", help="and the one with the greatest; --best=-loss: the smallest")
-    prune.add_argument("--dry-run", action="store_true", help="say what would be removed")
+    prune.add_argument("path", metavar="FOLDER", type=Path, help="a folder of checkpoints, or a run folder")
+    prune.add_argument("--keep", metavar="N", type=at_least(1), required=True, help="keep the newest N")
+    prune.add_argument("--keep-every", metavar="M", type=at_least(1), help="also keep those of every M-th step")
+    prune.add_argument(
+        "--best", metavar="METRIC", help="also keep that with the largest metric; --best=-loss: the smallest"
+    )
+    prune.add_argument("--dry-run", action="store_true", help="print what would be removed")
     return made
 
 

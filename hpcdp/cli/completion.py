@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 from ..core.checks import check_name
 from ..launch.parser import Parser
 
 _SHELLS = ("bash", "zsh")
-_FILES = ("FILE", "PATH", "OUT", "A", "B")
+_FILES = ("FILE", "PATH", "OUT", "A", "B", "PROGRAM ...")
 _FOLDERS = ("DIR", "FOLDER", "RUN")
 _EPILOG = """\
 examples:
-  eval "$(hpcdp completion bash)"                          in ~/.bashrc
-  hpcdp completion zsh >~/.zfunc/_hpcdp     a folder of $fpath, for zsh
+  eval "$(hpcdp completion bash)"          in ~/.bashrc
+  eval "$(hpcdp completion zsh)"           in ~/.zshrc, after compinit
+  hpcdp completion zsh >~/.zfunc/_hpcdp    or in a folder of $fpath
 """
 
 
@@ -38,8 +40,11 @@ def main(argv: Sequence[str]) -> int:
     from . import complete_parser
 
     made = complete_parser()
-    for action in _actions(made):
-        if action.metavar in _FILES:
+    values = _values()
+    for command, action in _actions(made):
+        if (command, action.dest) in values:
+            action.choices = values[command, action.dest]
+        elif action.metavar in _FILES:
             action.complete = shtab.FILE  # type: ignore[attr-defined]
         elif action.metavar in _FOLDERS:
             action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
@@ -47,7 +52,34 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _actions(made: Parser) -> Iterator[argparse.Action]:
-    yield from made._actions
+def _values() -> dict[tuple[str, str], Sequence[str]]:
+    """Return the valid values of arguments, by command and attribute; it loads NumPy."""
+    from ..bench.command import BENCHMARKS, STYLES
+    from ..collectives import ALGORITHMS
+    from ..data.catalog import NAMES
+    from ..launch.launchers import LAUNCHERS
+    from ..launch.slurm_scripts import TEMPLATES
+    from ..nn.models import MODELS
+    from ..train.runs.config import TrainConfig
+
+    fields = dataclasses.fields(TrainConfig)
+    values = {("train", field.name): field.metadata["choices"] for field in fields if field.metadata["choices"]}
+    return values | {
+        ("train", "model"): list(MODELS),
+        ("train", "data"): NAMES,
+        ("launch", "launcher"): list(LAUNCHERS),
+        ("bench", "benchmark"): BENCHMARKS,
+        ("bench", "style"): STYLES,
+        ("tune", "collectives"): list(ALGORITHMS),
+        ("slurm render", "template"): list(TEMPLATES),
+        ("slurm submit", "template"): list(TEMPLATES),
+        ("completion", "shell"): _SHELLS,
+    }
+
+
+def _actions(made: Parser) -> Iterator[tuple[str, argparse.Action]]:
+    """Yield every argument with the name of its command."""
+    for action in made._actions:
+        yield made.prog.removeprefix("hpcdp").strip(), action
     for command in made.commands.values():
         yield from _actions(command)

@@ -20,7 +20,7 @@ from ..launch.spec import BINDINGS, Job
 
 _MOST_RANKS = 1_000_000
 _NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
-_ENV = "a variable of every rank; K alone: its value here; @FILE: those of a JSON object"
+_ENV = "set a variable on every rank; K alone copies its value; @FILE reads a JSON object"
 _EPILOG = """\
 examples:
   hpcdp launch -n 4 -- python train.py --epochs 3
@@ -30,7 +30,7 @@ examples:
   hpcdp launch -n 8 -H hosts.txt --sync-dst-dir /scratch/job -- python train.py
   hpcdp launch -n 2 --mpi-args="--report-bindings" -- python train.py
 
-hosts.txt has a host a line, as ssh knows it: node1, node1:4 or node1 slots=4.
+hosts.txt has one host per line: node1, node1:4 or node1 slots=4.
 """
 
 
@@ -43,22 +43,28 @@ def parser() -> Parser:
         epilog=_EPILOG,
     )
     add = made.add_argument
-    add("-n", "--ranks", metavar="N", help="number of ranks (in a Slurm job default: its tasks)")
-    add("-s", "--servers", default="0", metavar="S", help="number of servers beside them (default: 0)")
-    add("-H", "--hosts", metavar="HOSTS", help="a file of hosts, or hosts: node1:4,node2:4")
+    add("-n", "--ranks", metavar="N", help="number of ranks (default in a Slurm job: its tasks)")
+    add(
+        "-s",
+        "--servers",
+        default="0",
+        metavar="S",
+        help="number of servers of key-value stores, besides the ranks (default: 0)",
+    )
+    add("-H", "--hosts", metavar="HOSTS", help="hosts with ranks, node1:4,node2:4, or a file of hosts")
     usual = "default: mpi in a batch job, else ssh with -H, else local"
     add("--launcher", metavar="NAME", help=f"{', '.join(launchers.LAUNCHERS)} ({usual})")
-    add("--ranks-per-node", metavar="N", help="at most so many ranks on a host")
-    add("--sync-dst-dir", metavar="DIR", help="copy this folder to DIR on every host, and run there")
+    add("--ranks-per-node", metavar="N", help="at most N ranks on each host")
+    add("--sync-dst-dir", metavar="DIR", help="copy the working folder to DIR on every host, and run there")
     add("--env", action="append", default=[], metavar="K=V", help=_ENV)
-    add("--interface", metavar="IF", help="network interface of all traffic between hosts")
-    add("--bind", metavar="TO", help=f"bind each rank to a {', '.join(BINDINGS[1:])}; or none (default)")
+    add("--interface", metavar="IF", help="use only this network interface between hosts")
+    add("--bind", metavar="TO", help=f"bind each rank to a {', '.join(BINDINGS[1:])}, or none (default)")
     add("--mpi-args", default="", metavar="ARGS", help="further arguments of mpirun, as one string")
-    add("--batch-args", default="", metavar="ARGS", help="arguments for the batch system: sge's qsub, yarn's client")
-    add("--tag-output", action="store_true", help="lead each line of output by its rank")
-    add("--dry-run", action="store_true", help="print files and commands, and do nothing")
-    add("-v", "--verbose", action="store_true", help="tell what is done, and where each rank is")
-    add("program", nargs=argparse.REMAINDER, metavar="PROGRAM ...", help="what every rank runs")
+    add("--batch-args", default="", metavar="ARGS", help="options of the batch system (sge, yarn), as one string")
+    add("--tag-output", action="store_true", help="print the rank before each line of output")
+    add("--dry-run", action="store_true", help="print the files and commands, start nothing")
+    add("-v", "--verbose", action="store_true", help="print each action, and each rank's host, pid and cores")
+    add("program", nargs=argparse.REMAINDER, metavar="PROGRAM ...", help="the program of every rank")
     return made
 
 

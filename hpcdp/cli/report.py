@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from ..core.checks import file_name
+from ..core.environment import explained
 from ..errors import ConfigError, printable, reason
 from ..launch.parser import Parser
 from ..train.metrics import replace_file
 
 _EPILOG = """\
-The page is complete in itself: pictures are in it, and it needs no network.
+The page contains its pictures, and needs no network.
 
 examples:
   hpcdp report runs/lenet-digits-001             writes report.html into it
-  hpcdp report runs/lenet-* --output all.html    runs side by side
-  hpcdp report runs/lenet-digits-001 --png figs  the pictures as files, too
+  hpcdp report runs/lenet-* --output all.html    compares runs
+  hpcdp report runs/lenet-digits-001 --png figs  also writes pictures
 """
 
 
 def parser() -> Parser:
     """Return the parser of ``hpcdp report``."""
     made = Parser(
-        prog="hpcdp report", description="Make one page of HTML about a run, or about several side by side.",
+        prog="hpcdp report", description="Write one HTML page that shows a run, or compares several.",
         epilog=_EPILOG,
     )  # fmt: skip
     made.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="the folder of a run")
     made.add_argument(
-        "-o", "--output", metavar="FILE", type=Path, help="(default: report.html, of one run in its folder)"
+        "-o",
+        "--output",
+        metavar="FILE",
+        type=Path,
+        help="the page (default: report.html, in the folder of a single run)",
     )
-    made.add_argument("--png", metavar="DIR", type=Path, help="write the pictures into this folder, too")
+    made.add_argument("--png", metavar="DIR", type=Path, help="also write the pictures into this folder")
     return made
 
 
@@ -49,7 +55,8 @@ def main(argv: Sequence[str]) -> int:
     file_name("report", "--output", output, (".html", ".htm"))
     if arguments.png is not None:
         file_name("report", "--png", arguments.png)
-    figures = report.draw_all(runs)
+    with explained("drawing", True, sys.stderr):
+        figures = report.draw_all(runs)
     page = report.page(runs, figures)
     _write(output, page)
     print(f"report    {printable(str(output))}, {len(page) / 1e3:.0f} kB")

@@ -8,21 +8,22 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..core.checks import check_name
-from ..errors import ConfigError
+from ..errors import ConfigError, to_stderr
 from ..launch.parser import Parser, add_command, at_least
 
 if TYPE_CHECKING:
     from ..launch.slurm_scripts import Script
 
 _EPILOG = """\
-templates: train, train-gpu, sweep, benchmark, interactive
+Templates: train, train-gpu, sweep, benchmark, interactive.
 
-The site's partition, account, modules and way to start MPI are in a TOML
-file: $HPCDP_SITE, else ./hpcdp-site.toml, else ~/.config/hpcdp/site.toml
+Without options a job has 1 node, 1 rank on it, and 1 core per rank. The
+site's time limit, partition, account, modules and MPI type are in a TOML file:
+$HPCDP_SITE, else ./hpcdp-site.toml, else ~/.config/hpcdp/site.toml
 
 examples:
   hpcdp slurm render train --nodes 4 --ranks-per-node 2 -- hpcdp train lenet
-  hpcdp slurm submit train --nodes 4 --time 04:00:00 -- python train.py
+  hpcdp slurm submit train --nodes 4 --cpus-per-task 8 -- python train.py
   hpcdp slurm submit sweep --settings lines.txt --at-once 8 -- hpcdp train
   hpcdp slurm render interactive --nodes 2 >session.sh; bash session.sh
   hpcdp slurm status
@@ -42,34 +43,40 @@ def parser() -> Parser:
     commands = made.add_subparsers(title="commands", metavar="COMMAND", dest="command_name", prog="hpcdp slurm")
     usage = "hpcdp slurm {} TEMPLATE [options] [-- PROGRAM [ARGUMENT ...]]"
     _add_request(add_command(commands, "render", _render, "print the script of a job", usage=usage.format("render")))
-    about = "write the script of a job beside its run, and submit it"
+    about = "write the script of a job into runs/, and submit it"
     submit = add_command(commands, "submit", _submit, about, usage=usage.format("submit"))
-    submit.add_argument("--dry-run", action="store_true", help="say what would be written and submitted")
+    submit.add_argument("--dry-run", action="store_true", help="print the script, write and submit nothing")
     _add_request(submit)
-    status = add_command(commands, "status", _status, "how jobs are; without a number all of yours in the queue")
-    status.add_argument("jobs", metavar="JOB", nargs="*", help="its number, of a task 4711_3")
+    status = add_command(commands, "status", _status, "show jobs: all of yours in the queue, or those given")
+    status.add_argument("jobs", metavar="JOB", nargs="*", help="number of a job, 4711, or of a sweep's task, 4711_3")
     cancel = add_command(commands, "cancel", _cancel, "end jobs")
-    cancel.add_argument("jobs", metavar="JOB", nargs="+", help="its number, of a task 4711_3")
-    cancel.add_argument("--save", action="store_true", help="with a checkpoint: USR1, and time to save, before the end")
+    cancel.add_argument("jobs", metavar="JOB", nargs="+", help="number of a job, 4711, or of a sweep's task, 4711_3")
+    cancel.add_argument(
+        "--save", action="store_true", help="let the jobs save a checkpoint first, for up to 2.5 minutes"
+    )
     return made
 
 
 def _add_request(made: Parser) -> None:
     positive = at_least(1)
     made.add_argument("template", metavar="TEMPLATE", help="train, train-gpu, sweep, benchmark or interactive")
-    made.add_argument("--nodes", metavar="N", type=positive, default=1, help="how many (default: 1)")
-    made.add_argument("--ranks-per-node", metavar="N", type=positive, default=1, help="on each node (default: 1)")
-    made.add_argument("--cpus-per-task", metavar="N", type=positive, default=1, help="cores of a rank (default: 1)")
-    made.add_argument("--time", metavar="TIME", help="of the job, e.g. 04:00:00 (default: the site's)")
-    made.add_argument("--partition", metavar="NAME", help="(default: the site's)")
-    made.add_argument("--account", metavar="NAME", help="(default: the site's)")
-    made.add_argument("--gres", metavar="GRES", help="of train-gpu and interactive: a node's GPUs, e.g. gpu:4")
-    made.add_argument("--name", metavar="NAME", help="of the job (default: the template's)")
-    made.add_argument("--settings", metavar="FILE", help="of a sweep: arguments of the program, one line a task")
-    made.add_argument("--at-once", metavar="N", type=positive, help="of a sweep: so many tasks run at a time")
-    about = "of what trains: it comes back so many times after a fault, if it has saved since its start (default: 3)"
+    made.add_argument("--nodes", metavar="N", type=positive, default=1, help="number of nodes (default: 1)")
+    made.add_argument("--ranks-per-node", metavar="N", type=positive, default=1, help="ranks on each node (default: 1)")
+    made.add_argument("--cpus-per-task", metavar="N", type=positive, default=1, help="cores of each rank (default: 1)")
+    made.add_argument("--time", metavar="TIME", help="time limit, e.g. 04:00:00 (default: the site's)")
+    made.add_argument("--partition", metavar="NAME", help="partition (default: the site's)")
+    made.add_argument("--account", metavar="NAME", help="account (default: the site's)")
+    made.add_argument("--gres", metavar="GRES", help="train-gpu, interactive: GPUs of each node, e.g. gpu:4")
+    made.add_argument("--name", metavar="NAME", help="name of the job (default: the template's)")
+    made.add_argument(
+        "--settings", metavar="FILE", help="sweep: file with the further arguments of each task, one line per task"
+    )
+    made.add_argument("--at-once", metavar="N", type=positive, help="sweep: at most N tasks run at the same time")
+    about = (
+        "train, train-gpu, sweep: requeue at most N times after a failure, if a new checkpoint was saved (default: 3)"
+    )
     made.add_argument("--requeues", metavar="N", type=at_least(0), help=about)
-    made.add_argument("--site", metavar="FILE", help="the site's profile")
+    made.add_argument("--site", metavar="FILE", help="the site's profile (default: see hpcdp slurm -h)")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -137,7 +144,8 @@ def _submit(given: argparse.Namespace) -> int:
     script = _script(given)
     if given.dry_run:
         print(script.text, end="")
-        print(f"# would be {os.path.join(script.folder, script.name)}-TIME.sbatch, submitted by sbatch --parsable")
+        print(f"# would be written to {os.path.join(script.folder, script.name)}-TIME.sbatch")
+        _print_requested(script)
         return 0
     path = slurm_scripts.write(script)
     try:
@@ -145,8 +153,17 @@ def _submit(given: argparse.Namespace) -> int:
     except BaseException:
         path.unlink(missing_ok=True)
         raise
+    _print_requested(script)
     print(number)
     return 0
+
+
+def _print_requested(script: Script) -> None:
+    """Print what the job requests, and the options that change it, to stderr: stdout has the job's number alone."""
+    from .format import table
+
+    for line in table(("requested", "change it with"), script.requested):
+        to_stderr(line)
 
 
 def _status(given: argparse.Namespace) -> int:

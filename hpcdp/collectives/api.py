@@ -209,7 +209,7 @@ def _scattered(
     count = ends[world.rank + 1] - ends[world.rank]
     host = on_host(x)
     if out is not None:
-        check_like(operation, out, (count,), x)
+        check_like(operation, out, (count,), x.dtype)
     in_place = type(x) is np.ndarray and x.flags.carray and type(out) is np.ndarray and np.shares_memory(x, out)
     work = host.reshape(-1) if in_place else np.array(host, order="C").reshape(-1)
     return plan, work, np.empty(count, host.dtype)
@@ -608,5 +608,5 @@ def _call(operation: str, x: Array, op: str | Monoid, algorithm: str, root: int,
     name = op.name if isinstance(op, Monoid) else "" if op is _MOVED else op
     dtype = getattr(x.dtype, "name", x.dtype)
     of = f"{operation} of {tuple(x.shape)} {dtype}"
-    scaled = f"prescale {factors[0]!r} and postscale {factors[1]!r}"
-    return Call(operation, of, f"op {name!r}", scaled, f"algorithm {algorithm!r}", f"root {root}")
+    scaled = "" if factors == (1, 1) else f" with prescale {factors[0]!r} and postscale {factors[1]!r}"
+    return Call(operation, of, f"op {name!r}{scaled}", f"algorithm {algorithm!r}", f"root {root}")

@@ -5,8 +5,9 @@ sizes of their blocks from `Calls.gather`, so that every receiver knows how many
 Inside a node, `intra_node.exchange` moves the same blocks in shared memory.
 
 Sent per rank, for n ranks: ``direct`` and ``pairwise`` at most n - 1 messages, each block once. ``ring`` n - 1 messages
-and all blocks but one. ``bruck`` log2 n messages, rounded up, of about half of the blocks each. ``by_node`` one message
-to each rank of the node and one to each other node, each block at most twice.
+and ``bruck_allgather`` log2 n, rounded up, both all parts but one. ``bruck`` log2 n messages, rounded up, of about half
+of the blocks each. ``by_node`` at most two messages to each rank of the node and one to each other node with as many
+ranks, each block at most twice.
 
 Sources: Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing systems", 1997,
 section 3; Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005,
@@ -15,14 +16,15 @@ sections 3.1 and 3.2.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from ..comm import Communicator
-from ..comm.communicator import Steps
+from ..comm import Communicator, Request, World
+from ..comm.communicator import Steps, bounds
 from ..core.arrays import Array
 from . import ring, tree
 
@@ -43,6 +45,8 @@ class Blocks:
     """The position in each rank's data at which its block for this rank begins."""
     longest: int
     """The size of the longest `sent` of any rank, equal on all ranks."""
+    sizes: np.ndarray | None = None
+    """Shape ``(n, n)``: the bytes that each rank sends to each, in an alltoall of blocks that are not of one size."""
 
     def to(self, rank: int) -> np.ndarray:
         """Return the block for ``rank``."""
@@ -65,19 +69,31 @@ def offsets(sizes: Sequence[int]) -> list[int]:
     return [0, *itertools.accumulate(sizes)]
 
 
-def alltoall_blocks(sent: np.ndarray, sizes: np.ndarray, rank: int) -> Blocks:
+def alltoall_blocks(sent: np.ndarray, received: np.ndarray, sizes: np.ndarray, rank: int) -> Blocks:
     """Return the blocks of an alltoall.
 
     Args:
         sent: shape ``(nbytes,)``, uint8: the blocks for all ranks, in their order.
+        received: shape ``(nbytes,)``, uint8: gets the blocks of all ranks.
         sizes: shape ``(n, n)``: the bytes that each rank sends to each.
         rank: this rank.
     """
-    own, befores = offsets(sizes[rank].tolist()), np.cumsum(sizes, axis=1) - sizes
+    own, starts = offsets(sizes[rank].tolist()), np.cumsum(sizes, axis=1) - sizes
     ends = offsets(sizes[:, rank].tolist())
     longest = int(sizes.sum(axis=1).max())
-    received = np.empty(ends[-1], np.uint8)
-    return Blocks(sent, list(itertools.pairwise(own)), received, ends, befores[:, rank].tolist(), longest)
+    return Blocks(sent, list(itertools.pairwise(own)), received, ends, starts[:, rank].tolist(), longest, sizes)
+
+
+def even_alltoall_blocks(sent: np.ndarray, received: np.ndarray, ranks: int, rank: int) -> Blocks:
+    """Return the blocks of an alltoall whose blocks have one size; arguments as for `alltoall_blocks`."""
+    limits, ends, firsts = _even_limits(sent.size, ranks, rank)
+    return Blocks(sent, limits, received, ends, firsts, sent.size)
+
+
+@functools.lru_cache
+def _even_limits(nbytes: int, ranks: int, rank: int) -> tuple[list[tuple[int, int]], list[int], list[int]]:
+    ends = bounds(nbytes, ranks)
+    return list(itertools.pairwise(ends)), ends, [ends[rank]] * ranks
 
 
 def allgather_blocks(parts: np.ndarray, ends: Sequence[int], rank: int) -> Blocks:
@@ -94,57 +110,89 @@ def allgather_blocks(parts: np.ndarray, ends: Sequence[int], rank: int) -> Block
     return Blocks(own, [(0, own.size)] * n, parts, ends, [0] * n, longest)
 
 
-def gather_blocks(part: np.ndarray, sizes: Sequence[int], rank: int, root: int) -> Blocks:
-    """Return the blocks of a gather: only ``root`` receives; ``part`` is this rank's, ``sizes`` those of all ranks."""
+def gather_blocks(part: np.ndarray, received: np.ndarray, sizes: Sequence[int], rank: int, root: int) -> Blocks:
+    """Return the blocks of a gather: ``root`` receives all in ``received``; ``sizes`` are those of the ranks' parts."""
     n = len(sizes)
     limits = [(0, part.size if other == root else 0) for other in range(n)]
     ends = offsets(sizes) if rank == root else [0] * (n + 1)
-    return Blocks(part, limits, np.empty(ends[-1], np.uint8), ends, [0] * n, max(sizes))
+    return Blocks(part, limits, received, ends, [0] * n, max(sizes))
 
 
-def scatter_blocks(sent: np.ndarray, sizes: Sequence[int], rank: int, root: int) -> Blocks:
-    """Return the blocks of a scatter: only ``root`` sends, ``sizes[r]`` bytes to rank r, of ``sent``."""
+def scatter_blocks(sent: np.ndarray, received: np.ndarray, sizes: Sequence[int], rank: int, root: int) -> Blocks:
+    """Return the blocks of a scatter: ``root`` sends ``sizes[r]`` bytes of ``sent`` to rank r, in ``received``."""
     n, limits = len(sizes), offsets(sizes)
     own = sent if rank == root else np.empty(0, np.uint8)
     mine = list(itertools.pairwise(limits)) if rank == root else [(0, 0)] * n
     ends = [0] * (root + 1) + [sizes[rank]] * (n - root)
     firsts = [limits[rank] if other == root else 0 for other in range(n)]
-    return Blocks(own, mine, np.empty(sizes[rank], np.uint8), ends, firsts, limits[-1])
+    return Blocks(own, mine, received, ends, firsts, limits[-1])
 
 
-def direct(blocks: Blocks, comm: Communicator, tag: int) -> Steps:
+def direct(blocks: Blocks, world: World, tag: int) -> Steps:
     """Move all blocks at once, each as a message; the specification of the other algorithms."""
+    comm = world.comm
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     yield [comm.irecv(blocks.of(rank), rank, tag) for rank in others if blocks.of(rank).size] + [
         comm.isend(blocks.to(rank), rank, tag) for rank in others if blocks.to(rank).size
     ]
 
 
-def pairwise(blocks: Blocks, comm: Communicator, tag: int) -> Steps:
+def pairwise(blocks: Blocks, world: World, tag: int) -> Steps:
     """Move the blocks in n - 1 stages, in each of which a rank sends to one rank and receives from one."""
-    n, me = comm.size, comm.rank
+    n, me = world.size, world.rank
     for distance in range(1, n):
-        target, source = (me + distance) % n, (me - distance) % n
-        yield [comm.irecv(blocks.of(source), source, tag) for _ in range(bool(blocks.of(source).size))] + [
-            comm.isend(blocks.to(target), target, tag) for _ in range(bool(blocks.to(target).size))
-        ]
+        yield _both(world.comm, blocks.to((me + distance) % n), distance, blocks.of((me - distance) % n), tag)
 
 
-def ring_allgather(blocks: Blocks, comm: Communicator, tag: int) -> Steps:
-    """Move the parts of an allgather once around a ring."""
-    parts: list[Array] = [blocks.of(rank) for rank in range(comm.size)]
-    yield from ring.gather_shards(parts, ring.Ring.through(comm), tag)
-
-
-def tree_broadcast(blocks: Blocks, comm: Communicator, tag: int) -> Steps:
-    """Move the parts of an allgather to which only one rank contributes, along a binomial tree."""
-    root = next(rank for rank in range(comm.size) if blocks.of(rank).size)
-    yield from tree.broadcast(blocks.received, root, comm, tag)
-
-
-def bruck(blocks: Blocks, comm: Communicator, tag: int) -> Steps:
-    """Move blocks of one size in about log2 n stages: fewer and longer messages, for short blocks."""
+def _both(comm: Communicator, sent: np.ndarray, distance: int, received: np.ndarray, tag: int) -> list[Request]:
+    """Return the requests of a message to the rank at ``distance`` and of one from the rank at minus it, if any."""
     n, me = comm.size, comm.rank
+    requests: list[Request] = []
+    if received.size:
+        requests.append(comm.irecv(received, (me - distance) % n, tag))
+    if sent.size:
+        requests.append(comm.isend(sent, (me + distance) % n, tag))
+    return requests
+
+
+def ring_allgather(blocks: Blocks, world: World, tag: int) -> Steps:
+    """Move the parts of an allgather once around a ring."""
+    parts: list[Array] = [blocks.of(rank) for rank in range(world.size)]
+    yield from ring.gather_shards(parts, ring.Ring.through(world.comm), tag)
+
+
+def bruck_allgather(blocks: Blocks, world: World, tag: int) -> Steps:
+    """Move the parts of an allgather in log2 n stages, in each of which a rank passes on up to all that it has."""
+    n, me = world.size, world.rank
+    distance = 1
+    while distance < n:
+        count = min(distance, n - distance)
+        own = [(me + i) % n for i in range(count)]
+        others = [(me + distance + i) % n for i in range(count)]
+        received = np.empty(sum(blocks.of(rank).size for rank in others), np.uint8)
+        sent = np.concatenate([blocks.of(rank) for rank in own])
+        yield _both(world.comm, sent, -distance, received, tag)
+        _distribute(received, [blocks.of(rank) for rank in others])
+        distance *= 2
+
+
+def _distribute(joined: np.ndarray, places: Sequence[np.ndarray]) -> None:
+    """Copy consecutive pieces of ``joined`` to ``places``."""
+    first = 0
+    for place in places:
+        place[...] = joined[first : first + place.size]
+        first += place.size
+
+
+def tree_broadcast(blocks: Blocks, world: World, tag: int) -> Steps:
+    """Move the parts of an allgather to which only one rank contributes, along a binomial tree."""
+    root = next(rank for rank in range(world.size) if blocks.of(rank).size)
+    yield from tree.broadcast(blocks.received, root, world.comm, tag)
+
+
+def bruck(blocks: Blocks, world: World, tag: int) -> Steps:
+    """Move blocks of one size in about log2 n stages: fewer and longer messages, for short blocks."""
+    n, me = world.size, world.rank
     size = blocks.ends[1]
     # Row i is on its way to the rank at distance i; each stage moves the rows with one bit of i set.
     rows = np.roll(blocks.sent.reshape(n, size), -me, axis=0)
@@ -152,14 +200,83 @@ def bruck(blocks: Blocks, comm: Communicator, tag: int) -> Steps:
     while distance < n:
         moved = [i for i in range(n) if i & distance]
         sent, received = rows[moved], np.empty((len(moved), size), np.uint8)
-        yield [
-            comm.irecv(received.reshape(-1), (me - distance) % n, tag),
-            comm.isend(sent.reshape(-1), (me + distance) % n, tag),
-        ]
+        yield _both(world.comm, sent.reshape(-1), distance, received.reshape(-1), tag)
         rows[moved] = received
         distance *= 2
     # Row i has come from the rank at distance i before this one.
     blocks.received.reshape(n, size)[...] = np.roll(rows[::-1], me + 1, axis=0)
 
 
-ALGORITHMS = {"direct": direct, "pairwise": pairwise, "ring": ring_allgather, "tree": tree_broadcast, "bruck": bruck}
+def by_node(blocks: Blocks, world: World, tag: int) -> Steps:
+    """Move the blocks of an alltoall with one message from each node to each rank of another node.
+
+    A rank first collects, from the ranks of its node, their blocks for the ranks of other nodes whose number on their
+    node is its own, and then sends each of these ranks all blocks of the node in one message.
+    """
+    comm, me = world.comm, world.rank
+    sizes = np.full((world.size, world.size), blocks.ends[1]) if blocks.sizes is None else blocks.sizes
+    nodes = nodes_of(world)
+    here = next(node for node in nodes if me in node)
+    others = [node for node in nodes if node is not here]
+    carried = {carrier: _carried(others, number, len(here)) for number, carrier in enumerate(here)}
+    collected = {rank: np.empty(int(sizes[rank, carried[me]].sum()), np.uint8) for rank in here if rank != me}
+    collected[me] = _joined([blocks.to(target) for target in carried[me]])
+    yield [
+        *(comm.irecv(blocks.of(rank), rank, tag) for rank in here if rank != me and blocks.of(rank).size),
+        *(comm.isend(blocks.to(rank), rank, tag) for rank in here if rank != me and blocks.to(rank).size),
+        *(comm.irecv(part, rank, tag + 1) for rank, part in collected.items() if rank != me and part.size),
+        *(
+            comm.isend(part, carrier, tag + 1)
+            for carrier in here
+            if carrier != me and (part := _joined([blocks.to(target) for target in carried[carrier]])).size
+        ),
+    ]
+    pieces = {rank: _cut(part, sizes[rank, carried[me]]) for rank, part in collected.items()}
+    sent = [_joined([pieces[rank][i] for rank in here]) for i in range(len(carried[me]))]
+    number = here.index(me)
+    received = [np.empty(int(sizes[node, me].sum()), np.uint8) for node in others]
+    yield [
+        *(
+            comm.irecv(part, node[number % len(node)], tag)
+            for node, part in zip(others, received, strict=True)
+            if part.size
+        ),
+        *(comm.isend(part, target, tag) for target, part in zip(carried[me], sent, strict=True) if part.size),
+    ]
+    for node, part in zip(others, received, strict=True):
+        _distribute(part, [blocks.of(rank) for rank in node])
+
+
+def _carried(others: Sequence[Sequence[int]], number: int, ranks: int) -> list[int]:
+    """Return the ranks of other nodes to which rank ``number`` of a node of ``ranks`` ranks sends."""
+    return [rank for node in others for place, rank in enumerate(node) if place % ranks == number]
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.empty(0, np.uint8)
+
+
+def _cut(joined: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
+    return np.split(joined, np.cumsum(sizes)[:-1]) if sizes.size else []
+
+
+def nodes_of(world: World) -> list[list[int]]:
+    """Return the ranks of each node; every rank must call the first time."""
+
+    def gathered() -> list[list[int]]:
+        numbers = world.comm.allgather_json(world.node)
+        return [[rank for rank, other in enumerate(numbers) if other == node] for node in range(world.num_nodes)]
+
+    return world.keep(nodes_of, gathered)
+
+
+ALGORITHMS = {
+    "direct": direct,
+    "pairwise": pairwise,
+    "ring": ring_allgather,
+    "bruck_allgather": bruck_allgather,
+    "tree": tree_broadcast,
+    "bruck": bruck,
+    "by_node": by_node,
+}
+"""The algorithms of messages by name."""

@@ -410,6 +410,28 @@ def _shared_broadcast(nbytes: float, on: Topology, of: MachineModel) -> Cost:
     return _shared_allgather(nbytes, on, of) + _busy(nbytes * of.copy_s_per_byte)
 
 
+def _shared_exchange(nbytes: float, on: Topology, of: MachineModel) -> Cost:
+    """2 waits and one a chunk, S staged, and (n - 1) / n S copied from the others."""
+    chunks = max(1, -(-int(nbytes) // intra_node.CHUNK_NBYTES))
+    return _busy((chunks + 2) * of.wait_s + (2 * on.ranks - 1) / on.ranks * nbytes * of.copy_s_per_byte)
+
+
+def _shared_rooted(nbytes: float, on: Topology, of: MachineModel) -> Cost:
+    """2 waits and one a chunk, S staged by the root and copied by the others, or S / n staged and S copied."""
+    chunks = max(1, -(-int(nbytes) // intra_node.CHUNK_NBYTES))
+    return _busy((chunks + 2) * of.wait_s + (on.ranks + 1) / on.ranks * nbytes * of.copy_s_per_byte)
+
+
+def _pairwise(nbytes: float, on: Topology, of: MachineModel) -> Cost:
+    """(n - 1) (alpha + S / n beta) (Thakur et al., 2005, section 4.3)."""
+    return (on.ranks - 1) * all_pairs(on).cost(nbytes / on.ranks / max(1, on.ranks - 1), of)
+
+
+def _rooted(nbytes: float, on: Topology, of: MachineModel) -> Cost:
+    """Cost alpha + (n - 1) S / n beta: the root exchanges a message with each rank."""
+    return _reference_broadcast(nbytes / on.ranks, on, of)
+
+
 def _hierarchical(nbytes: float, on: Topology, of: MachineModel) -> Cost:
     """Stages in memory, and r rings of m ranks that share a link: 2 (m - 1) (alpha + S / m beta).
 
@@ -441,6 +463,10 @@ _LIBRARY: dict[str, tuple[Formula, ...]] = {
     "allgather": (_doubling, _ring_allgather),
     "broadcast": (_tree_down, _scatter_allgather),
     "reduce": (_tree_up, _halving_gather),
+    "allgatherv": (_doubling, _ring_allgather),
+    "alltoall": (_pairwise,),
+    "gather": (_rooted,),
+    "scatter": (_rooted,),
 }
 """Algorithms between which MPI libraries choose by size; in C, in one segment."""
 
@@ -485,6 +511,10 @@ _OURS: dict[str, dict[str, tuple[Formula, Callable[[Topology], float]]]] = {
         "shared": (_shared, _whole),
         "tree": (_tree_up, lambda on: tree.SEGMENT_NBYTES),
     },
+    "allgatherv": {"shared": (_shared_exchange, _whole), "messages": (_ring_allgather, _whole)},
+    "alltoall": {"shared": (_shared_exchange, _whole), "messages": (_pairwise, _whole)},
+    "gather": {"shared": (_shared_rooted, _whole), "messages": (_rooted, _whole)},
+    "scatter": {"shared": (_shared_rooted, _whole), "messages": (_rooted, _whole)},
 }
 """Algorithms of this package: the formula of a segment, and the segment size in bytes."""
 
@@ -495,9 +525,10 @@ def predicted_s(
     """Return the predicted seconds of a collective over all ranks of ``topology``.
 
     Args:
-        collective: a key of `hpcdp.collectives.ALGORITHMS`.
-        algorithm: a name in ``ALGORITHMS[collective]``. "native" is assumed to use the best algorithm of the papers
-            above.
+        collective: a key of `hpcdp.collectives.ALGORITHMS`, or a movement of blocks of any size (`blocks`): allgatherv,
+            alltoall, gather or scatter.
+        algorithm: a name in ``ALGORITHMS[collective]``, for blocks "shared" or "messages". "native" is assumed to use
+            the best algorithm of the papers above.
         nbytes: bytes of the whole array, for an allgather of all shards.
         topology: the nodes and their ranks.
         machine: speed of links and cores, with a core for each rank; default `assumed`.

@@ -6,6 +6,8 @@ Arrays differ between ranks in the length of axis 0 only. All ranks first compar
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import math
 import operator
@@ -16,27 +18,31 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..comm import World
-from ..comm.communicator import StepsTo, bounds
+from ..comm.communicator import Steps, StepsTo, bounds
 from ..comm.consistency import Call
 from ..comm.tasks import Operation, ProgressEngine
 from ..comm.watchdog import Watchdog
-from ..core.arrays import BFLOAT16, Array, dtype_of, from_host
+from ..core.arrays import BFLOAT16, Array, dtype_name, dtype_of, from_host
 from ..core.checks import described
 from ..errors import UnsupportedError
 from . import blocks as block_algorithms
 from . import intra_node
 from .blocks import Blocks, offsets
-from .staging import bytes_of, checked_root, movable, ranks_of
+from .staging import bring_back, bytes_of, check_like, checked_root, movable, ranks_of
 
 T = TypeVar("T")
 
 _SHORT_NBYTES = 1 << 10
 """The longest blocks of one size that `blocks.bruck` moves: they travel several times, in fewer messages."""
+_SHORT_TOTAL_NBYTES = 64 << 10
+"""The largest result of an allgather for which fewer messages (`blocks.bruck_allgather`) cost less than the copies."""
+_JOINED_NBYTES = 32 << 10
+"""The longest blocks that `blocks.by_node` joins with others of their node: longer ones do not wait for latency."""
 _MOST_AXES = 64
 """The most axes of a NumPy array."""
 
 
-def gather(x: Array, root: int = 0, world: World | None = None) -> Array | None:
+def gather(x: Array, root: int = 0, world: World | None = None, out: Array | None = None) -> Array | None:
     """Gather every rank's ``x`` on rank ``root``, concatenated along axis 0; every rank must call.
 
     Args:
@@ -44,23 +50,30 @@ def gather(x: Array, root: int = 0, world: World | None = None) -> Array | None:
             length of axis 0, which may be 0. A number counts as shape ``(1,)``.
         root: the rank that receives.
         world: the ranks; default `hpcdp.init()`.
+        out: on ``root`` the array that receives all rows; default a new one.
 
     Returns:
-        On ``root`` a new array of x's kind, on other ranks None.
+        On ``root`` ``out``, or a new array of x's kind; on other ranks None.
 
     Raises:
         UnsupportedError: ``x`` is no such array, or ``root`` no rank.
         MismatchError: ranks differ in dtype, another axis, root or operation; the same error on every rank.
     """
-    return run("gather", world, x, root)
+    return run("gather", world, x, root, out)
 
 
-def igather(x: Array, root: int = 0, world: World | None = None) -> Operation[Array | None]:
+def igather(x: Array, root: int = 0, world: World | None = None, out: Array | None = None) -> Operation[Array | None]:
     """Start a `gather`, whose arguments and errors it has; ``wait()`` returns its result."""
-    return start("igather", world, x, root)
+    return start("igather", world, x, root, out)
 
 
-def scatter(x: Array | None, root: int = 0, world: World | None = None, splits: Sequence[int] | None = None) -> Array:
+def scatter(
+    x: Array | None,
+    root: int = 0,
+    world: World | None = None,
+    splits: Sequence[int] | None = None,
+    out: Array | None = None,
+) -> Array:
     """Send each rank its rows of the array ``x`` of rank ``root``; every rank must call.
 
     Args:
@@ -70,25 +83,32 @@ def scatter(x: Array | None, root: int = 0, world: World | None = None, splits: 
         world: the ranks; default `hpcdp.init()`.
         splits: on ``root`` the number of rows for each rank; default as even as possible: rank r of n gets rows ``N r
             // n`` to ``N (r + 1) // n`` of N.
+        out: receives this rank's rows; default a new array.
 
     Returns:
-        A new array, this rank's rows; on ``root`` of x's kind, on other ranks in host memory.
+        ``out``, or a new array: on ``root`` of x's kind, on other ranks in host memory.
 
     Raises:
         UnsupportedError: ``x`` or ``splits`` is not valid on ``root``; on every rank.
         MismatchError: ranks differ in root or operation; the same error on every rank.
     """
-    return run("scatter", world, x, root, splits)
+    return run("scatter", world, x, root, splits, out)
 
 
 def iscatter(
-    x: Array | None, root: int = 0, world: World | None = None, splits: Sequence[int] | None = None
+    x: Array | None,
+    root: int = 0,
+    world: World | None = None,
+    splits: Sequence[int] | None = None,
+    out: Array | None = None,
 ) -> Operation[Array]:
     """Start a `scatter`, whose arguments and errors it has; ``wait()`` returns its result."""
-    return start("iscatter", world, x, root, splits)
+    return start("iscatter", world, x, root, splits, out)
 
 
-def alltoall(x: Array, splits: Sequence[int] | None = None, world: World | None = None) -> Any:
+def alltoall(
+    x: Array, splits: Sequence[int] | None = None, world: World | None = None, out: Array | None = None
+) -> Any:
     """Send each rank its rows of ``x`` and receive this rank's rows of every other ``x``; every rank must call.
 
     Args:
@@ -96,21 +116,24 @@ def alltoall(x: Array, splits: Sequence[int] | None = None, world: World | None 
         splits: the number of rows for each rank, their sum the length of axis 0; may differ between ranks. Default
             equal numbers, and then x has the same shape on all ranks. All ranks pass splits, or none.
         world: the ranks; default `hpcdp.init()`.
+        out: receives the rows; it shares no memory with ``x``. Default a new array.
 
     Returns:
-        A new array of x's kind, the received rows in the order of the ranks. With ``splits`` a pair: the array, and the
-            number of rows received from each rank, shape ``(n,)``, int64.
+        ``out``, or a new array of x's kind: the received rows in the order of the ranks. With ``splits`` a pair: the
+            array, and the number of rows received from each rank, shape ``(n,)``, int64.
 
     Raises:
         UnsupportedError: the rows do not divide evenly, or ``splits`` does not fit x.
         MismatchError: ranks differ in dtype, another axis or operation; the same error on every rank.
     """
-    return run("alltoall", world, x, splits)
+    return run("alltoall", world, x, splits, out)
 
 
-def ialltoall(x: Array, splits: Sequence[int] | None = None, world: World | None = None) -> Operation[Any]:
+def ialltoall(
+    x: Array, splits: Sequence[int] | None = None, world: World | None = None, out: Array | None = None
+) -> Operation[Any]:
     """Start an `alltoall`, whose arguments and errors it has; ``wait()`` returns its result."""
-    return start("ialltoall", world, x, splits)
+    return start("ialltoall", world, x, splits, out)
 
 
 def barrier(world: World | None = None) -> None:
@@ -144,7 +167,7 @@ def started(name: str, steps: StepsTo[T], x: object, world: World) -> Operation[
 def run_exchange(exchange: Exchange, world: World, x: object) -> Any:
     """Run an exchange to its end; return its result."""
     name = exchange.call.operation
-    with world.meeting(), Watchdog.of(world).watching(name, x):
+    with world.meeting() if world.meetings else contextlib.nullcontext(), Watchdog.of(world).watching(name, x):
         return ProgressEngine.of(world).run(name, _steps_of(exchange, world), x)
 
 
@@ -156,9 +179,8 @@ def start_exchange(exchange: Exchange, world: World, x: object) -> Operation[Any
     return ProgressEngine.of(world).start(name, steps, x)
 
 
-Move = Callable[[str, Blocks], StepsTo[np.ndarray]]
-"""``move(algorithm, blocks)`` moves the blocks and returns the received bytes; the algorithm is one of messages, for
-ranks that do not share memory."""
+Move = Callable[[str, Blocks], Steps]
+"""``move(algorithm, blocks)`` moves the blocks; the algorithm is that of ranks that do not share memory."""
 
 
 @dataclass(frozen=True)
@@ -181,17 +203,29 @@ def _steps_of(exchange: Exchange, world: World) -> StepsTo[Any]:
         intra_node.prepare(world)
         progress.prepared.add(intra_node.prepare)
 
-    def move(algorithm: str, blocks: Blocks) -> StepsTo[np.ndarray]:
+    if not shares and block_algorithms.nodes_of not in world.kept:
+        progress.finish()
+        progress.calls.agree(call)
+        block_algorithms.nodes_of(world)
+
+    tag = 0
+
+    def move(algorithm: str, blocks: Blocks) -> Steps:
         blocks.keep_own(world.rank)
         if shares:
             yield from intra_node.exchange(blocks, world, call)
         else:
-            yield from block_algorithms.ALGORITHMS[algorithm](blocks, world.comm, tag)
-        return blocks.received
+            yield from block_algorithms.ALGORITHMS[algorithm](blocks, world, tag)
 
-    steps = progress.calls.gather(call, np.array(exchange.counts, np.int64), lambda counts: exchange.then(counts, move))
-    tag = progress.tag(call.signature)
-    return steps
+    def steps() -> StepsTo[Any]:
+        nonlocal tag
+        # In the first step, during which no other thread starts an operation: the tag is that of this call.
+        counts = np.array(exchange.counts, np.int64)
+        gathering = progress.calls.gather(call, counts, lambda counts: exchange.then(counts, move))
+        tag = progress.tag(call.signature)
+        return (yield from gathering)
+
+    return steps()
 
 
 def allgather_bytes(name: str, message: np.ndarray, world: World, *facts: str) -> np.ndarray:
@@ -210,13 +244,15 @@ def _allgather(name: str, world: World, x: Array, *facts: str) -> Exchange:
         parts = bytes_of(out)
         parts[ends[rank] : ends[rank + 1]] = bytes_of(host)
         is_broadcast = sum(first < last for first, last in itertools.pairwise(ends)) == 1
-        yield from move("tree" if is_broadcast else "ring", block_algorithms.allgather_blocks(parts, ends, rank))
+        is_short = ends[-1] <= _SHORT_TOTAL_NBYTES
+        algorithm = "tree" if is_broadcast else "bruck_allgather" if is_short else "ring"
+        yield from move(algorithm, block_algorithms.allgather_blocks(parts, ends, rank))
         return from_host(out, x)
 
     return Exchange(_call(name, host, *facts), [len(host)], then)
 
 
-def _gather(name: str, world: World, x: Array, root: int) -> Exchange:
+def _gather(name: str, world: World, x: Array, root: int, out: Array | None) -> Exchange:
     root = checked_root(name, root, world)
     host = np.atleast_1d(movable(name, x))
     row, rank = host.shape[1:], world.rank
@@ -224,13 +260,16 @@ def _gather(name: str, world: World, x: Array, root: int) -> Exchange:
     def then(counts: np.ndarray, move: Move) -> StepsTo[Array | None]:
         rows = counts[:, 0]
         sizes = (rows * _nbytes(row, host.dtype)).tolist()
-        received = yield from move("direct", block_algorithms.gather_blocks(bytes_of(host), sizes, rank, root))
-        return from_host(received.view(host.dtype).reshape(rows.sum(), *row), x) if rank == root else None
+        receiver = _Receiver(name, out if rank == root else None, (rows.sum() * (rank == root), *row), host.dtype)
+        yield from move("direct", block_algorithms.gather_blocks(bytes_of(host), receiver.nbytes, sizes, rank, root))
+        return receiver.result(x) if rank == root else None
 
     return Exchange(_call(name, host, f"root {root}"), [len(host)], then)
 
 
-def _scatter(name: str, world: World, x: Array | None, root: int, splits: Sequence[int] | None) -> Exchange:
+def _scatter(
+    name: str, world: World, x: Array | None, root: int, splits: Sequence[int] | None, out: Array | None
+) -> Exchange:
     root = checked_root(name, root, world)
     n, rank = world.size, world.rank
     host: np.ndarray = np.empty(0, np.uint8)
@@ -253,14 +292,14 @@ def _scatter(name: str, world: World, x: Array | None, root: int, splits: Sequen
             tuple(int(size) - 1 for size in sizes if size),
         )
         nbytes = [count * _nbytes(row, dtype) for count in rows]
-        received = yield from move("direct", block_algorithms.scatter_blocks(bytes_of(host), nbytes, rank, root))
-        out = received.view(dtype).reshape(rows[rank], *row)
-        return from_host(out, x) if rank == root else out
+        receiver = _Receiver(name, out, (rows[rank], *row), dtype)
+        yield from move("direct", block_algorithms.scatter_blocks(bytes_of(host), receiver.nbytes, nbytes, rank, root))
+        return receiver.result(x if rank == root else host)
 
     return Exchange(Call(name, name, f"root {root}"), counts, then)
 
 
-def _alltoall(name: str, world: World, x: Array, splits: Sequence[int] | None) -> Exchange:
+def _alltoall(name: str, world: World, x: Array, splits: Sequence[int] | None, out: Array | None) -> Exchange:
     n, rank = world.size, world.rank
     host, rows = _divided(name, x, splits, n)
     if splits is None and len(host) % n:
@@ -271,14 +310,27 @@ def _alltoall(name: str, world: World, x: Array, splits: Sequence[int] | None) -
     row, is_even = host.shape[1:], splits is None
 
     def then(counts: np.ndarray, move: Move) -> StepsTo[Any]:
-        sizes = np.tile(rows, (n, 1)) if is_even else counts
-        blocks = block_algorithms.alltoall_blocks(bytes_of(host), sizes * _nbytes(row, host.dtype), rank)
-        received = yield from move("bruck" if is_even and blocks.ends[1] <= _SHORT_NBYTES else "pairwise", blocks)
-        out = from_host(received.view(host.dtype).reshape(sizes[:, rank].sum(), *row), x)
-        return out if is_even else (out, counts[:, rank].copy())
+        received_rows = len(host) if is_even else int(counts[:, rank].sum())
+        receiver = _Receiver(name, out, (received_rows, *row), host.dtype)
+        sent, received = bytes_of(host), receiver.nbytes
+        if is_even:
+            blocks = block_algorithms.even_alltoall_blocks(sent, received, n, rank)
+        else:
+            blocks = block_algorithms.alltoall_blocks(sent, received, counts * _nbytes(row, host.dtype), rank)
+        yield from move(_alltoall_algorithm(world, blocks), blocks)
+        result = receiver.result(x)
+        return result if is_even else (result, counts[:, rank].copy())
 
     call = _call(name, host, f"{len(host)} rows each" if is_even else "splits")
     return Exchange(call, [] if is_even else rows, then)
+
+
+def _alltoall_algorithm(world: World, blocks: Blocks) -> str:
+    """Return the algorithm of an alltoall by messages; the same on every rank."""
+    longest = blocks.ends[1] if blocks.sizes is None else int(blocks.sizes.max())
+    if 1 < world.num_nodes < world.size and longest <= _JOINED_NBYTES:
+        return "by_node"
+    return "bruck" if blocks.sizes is None and longest <= _SHORT_NBYTES else "pairwise"
 
 
 def _ibarrier(name: str, world: World, x: None) -> Exchange:
@@ -293,9 +345,33 @@ _EXCHANGES: dict[str, Callable[..., Exchange]] = {
 }  # fmt: skip
 
 
+class _Receiver:
+    """The memory that receives the rows of an operation: ``out`` itself if possible, else new memory on the host."""
+
+    def __init__(self, operation: str, out: Array | None, shape: tuple[int, ...], dtype: np.dtype) -> None:
+        self._out = out
+        if out is not None:
+            check_like(operation, out, shape, dtype)
+        is_host = type(out) is np.ndarray and out.flags.carray
+        self._host: np.ndarray = out if is_host else np.empty(shape, dtype)  # type: ignore[assignment]
+        self.nbytes = bytes_of(self._host)
+
+    def result(self, x: Array) -> Array:
+        """Return ``out``, or a new array of the kind of ``x``."""
+        if self._out is None:
+            return from_host(self._host, x)
+        if self._out is not self._host:
+            bring_back(self._host, self._out)
+        return self._out
+
+
 def _call(name: str, x: np.ndarray, *facts: str) -> Call:
-    row = "".join(f", {size}" for size in x.shape[1:])
-    return Call(name, f"{name} of (rows{row}) {x.dtype.name}", *facts)
+    return _call_of(name, x.shape[1:], dtype_name(x.dtype), facts)
+
+
+@functools.lru_cache(1 << 10)
+def _call_of(name: str, row: tuple[int, ...], dtype: str, facts: tuple[str, ...]) -> Call:
+    return Call(name, f"{name} of ({', '.join(['rows', *map(str, row)])}) {dtype}", *facts)
 
 
 def _nbytes(row: tuple[int, ...], dtype: np.dtype) -> int:

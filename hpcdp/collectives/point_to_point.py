@@ -62,7 +62,7 @@ def isend(x: Array, dest: int, tag: int = 0, world: World | None = None) -> Oper
         data = [comm.isend(bytes_of(host), dest, _tag(comm, tag, 1))] if follows else []
         yield [*data, comm.isend_whole(message, dest, _tag(comm, tag, 0))]
 
-    return ProgressEngine.of(world).start(f"send to rank {dest}", steps(), x, is_of_all=False)
+    return ProgressEngine.of(world).start(f"send to rank {dest}", steps(), x, dest)
 
 
 def recv(out: Array | None = None, source: int = 0, tag: int = 0, world: World | None = None) -> Array:
@@ -93,9 +93,9 @@ def irecv(out: Array | None = None, source: int = 0, tag: int = 0, world: World 
         check_array("recv", "out", out)
         check_writeable("recv", "out", out)
     turns = world.keep(_Turns, _Turns)
-    number = turns.begin(source, tag)
 
     def steps() -> StepsTo[Array]:
+        number = turns.begin(source, tag)  # in the first step, during which no other thread starts an operation
         try:
             if not turns.is_next(source, tag, number):
                 yield [PolledRequest(lambda: turns.is_next(source, tag, number))]
@@ -103,7 +103,7 @@ def irecv(out: Array | None = None, source: int = 0, tag: int = 0, world: World 
         finally:
             turns.end(source, tag)
 
-    return ProgressEngine.of(world).start(f"recv from rank {source}", steps(), out, is_of_all=False)
+    return ProgressEngine.of(world).start(f"recv from rank {source}", steps(), out, source)
 
 
 def sendrecv(

@@ -8,6 +8,7 @@ frees it.
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import numpy as np
 
@@ -97,12 +98,12 @@ def bytes_of(x: np.ndarray) -> np.ndarray:
     return x.reshape(-1).view(np.uint8)
 
 
-def check_like(operation: str, out: Array, shape: tuple[int, ...], x: Array) -> None:
-    """Check that ``out`` is a writeable array of this shape and the dtype of ``x``."""
+def check_like(operation: str, out: Array, shape: tuple[int, ...], dtype: Any) -> None:
+    """Check that ``out`` is a writeable array of this shape and dtype."""
     check_array(operation, "out", out)
-    if tuple(out.shape) != shape or out.dtype != x.dtype:
+    if tuple(out.shape) != shape or out.dtype != dtype:
         got = f"{tuple(out.shape)} {out.dtype}"
-        raise UnsupportedError(operation, where="out", expected=f"{shape} {x.dtype} as x", got=got)
+        raise UnsupportedError(operation, where="out", expected=f"{shape} {dtype} as x", got=got)
     check_writeable(operation, "out", out)
 
 
@@ -134,7 +135,7 @@ def check_writeable(operation: str, where: str, x: Array) -> None:
 
 def receiver(operation: str, x: Array, out: Array) -> Array:
     """Return ``out``, which must be like ``x``, after copying ``x`` to it."""
-    check_like(operation, out, tuple(x.shape), x)
+    check_like(operation, out, tuple(x.shape), x.dtype)
     with on_device_of(out):
         out[...] = to_device_of(x, out)
     return out

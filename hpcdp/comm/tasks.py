@@ -255,7 +255,7 @@ class ProgressEngine:
             self.finish()  # the tags start again, so earlier operations must have ended
         return make_tag(signature % self._signatures, number)
 
-    def start(self, name: str, steps: StepsTo[T], x: object, is_of_all: bool = True) -> Operation[T]:
+    def start(self, name: str, steps: StepsTo[T], x: object, peer: int | None = None) -> Operation[T]:
         """Start an algorithm. It progresses on the world's progress lane, and whenever any request of it is tested.
 
         Without MPI's THREAD_MULTIPLE it progresses during tests only. An error ends this algorithm alone and is raised
@@ -265,7 +265,7 @@ class ProgressEngine:
             name: the operation's name in reports.
             steps: the algorithm; its first steps run at once.
             x: the array that reports describe.
-            is_of_all: False for an operation that not all ranks start.
+            peer: the other rank of an operation of two ranks; None if all ranks start it.
         """
         ended = False
         failure: BaseException | None = None
@@ -293,7 +293,7 @@ class ProgressEngine:
                 self._go_on()
             return has_ended()
 
-        call = (f"wait for {name}", x) if is_of_all else (name, x, list, OWN)
+        call = (f"wait for {name}", x) if peer is None else (name, x, list, OWN, peer)
         operation: Operation[T] = Operation(call, test, has_ended, self.watchdog)
         with self._turn:
             self.active.add(to_its_end())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import faulthandler
 import functools
 import os
@@ -63,19 +64,33 @@ class Member(NamedTuple):
 
     @property
     def state(self) -> str:
-        """The state of its process, a letter of proc(5); X if it has ended."""
-        state, born = look_at(self.pid)
+        """The state of its process, a letter of proc(5); X if it has ended, ? if this process cannot look."""
+        try:
+            state, born = look_at(self.pid)
+        except OSError:
+            return "?"
         return "X" if born != self.born or state == "Z" else state
 
     def __str__(self) -> str:
         return f"rank {self.rank} (host {self.host}, pid {self.pid})"
 
 
+_LACKS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
+
 def look_at(pid: int) -> tuple[str, str]:
-    """Return the state and the start time of a process; empty texts if it cannot be seen."""
+    """Return the state and the start time of a process; empty texts if it cannot be seen.
+
+    Raises:
+        OSError: this process has too many open files, or too little memory, to look.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (OSError, UnicodeDecodeError):
+    except UnicodeDecodeError:
+        return "", ""
+    except OSError as error:
+        if error.errno in _LACKS:
+            raise
         return "", ""
     return fields[0], fields[19]
 
@@ -548,6 +563,8 @@ class Watchdog:
 
     def _late(self, call: tuple[Any, ...]) -> dict[int, str]:
         """Return the ranks of this node that a call waits for, and ranks that have left, with the reason."""
+        if OWN in call[3:4] and len(call) > 4:
+            return {call[4]: LATE}
         behind = call[2] if len(call) > 2 else None
         seen = self._seen_calls()
         late = (here for here, (begun, _) in enumerate(seen) if begun < self.calls) if behind is None else behind()
@@ -653,7 +670,9 @@ class Patrol:
 
 
 OWN = "own"
-"""The fourth element of a call to which not all ranks come; each rank that waits in one reports it."""
+"""The fourth element of a call to which not all ranks come; each rank that waits in one reports it. A fifth element is
+the one rank that the call waits for.
+"""
 
 
 def _is_of_all(call: tuple[Any, ...]) -> bool:

@@ -10,12 +10,14 @@ pipeline parallelism it is the lowest rank of those that share the replica.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
+import time
 from _thread import _local  # threading.local, without the 3 ms that importing threading takes
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn, TextIO
 
 
 def apart() -> tuple[str, ...]:
@@ -87,6 +89,48 @@ def launched_rank(environ: Mapping[str, str] = os.environ) -> int | None:
 def speaks(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether this process should print messages for the whole job: it is rank 0, or not a rank."""
     return next((environ[name] for name in RANKS if name in environ), "0") == "0"
+
+
+_SILENCE_S, _REPEAT_S = 2.0, 15.0
+
+
+@contextlib.contextmanager
+def explained(activity: str, speaks: bool, stream: TextIO | None = None) -> Iterator[None]:
+    """Explain a silence: print ``activity`` after 2 s, the elapsed time every 15 s, and the duration at the end.
+
+    Args:
+        activity: what the block does.
+        speaks: whether this process prints, as rank 0 does.
+        stream: where to print; None for the standard output.
+    """
+    if not speaks:
+        yield
+        return
+    import threading
+
+    began_s, ended, said = time.monotonic(), threading.Event(), threading.Event()
+
+    def say(text: str) -> None:
+        said.set()
+        with contextlib.suppress(OSError):  # the terminal may be closed
+            print(text, file=stream or sys.stdout, flush=True)
+
+    def report() -> None:
+        if ended.wait(_SILENCE_S):
+            return
+        say(f"{activity} ...")
+        while not ended.wait(_REPEAT_S):
+            say(f"{activity}: {time.monotonic() - began_s:.0f} s so far")
+
+    reporter = threading.Thread(target=report, daemon=True)
+    reporter.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        reporter.join()
+        if said.is_set():
+            say(f"{activity}: {time.monotonic() - began_s:.1f} s")
 
 
 def outlives_ranks(environ: Mapping[str, str] = os.environ) -> bool:

@@ -1,6 +1,6 @@
 """The trainer that sums gradients in buckets, and lets the owners of shards update.
 
-`BucketTrainer.step` shows a step from top to bottom: close the step, reduce, update. `GraphUpdate` replaces reduction
+`BucketTrainer._step` shows a step from top to bottom: close the step, reduce, update. `GraphUpdate` replaces reduction
 and update where a CUDA graph contains forward, backward and update.
 """
 
@@ -59,7 +59,6 @@ from .sharded_update import (
 from .trainer import (
     BaseTrainer,
     MeanLosses,
-    checked_count,
     completed,
     described,
     may_wait,
@@ -76,12 +75,12 @@ from .trainer_state import (
     FILE_HEADER,
     RESIDUAL,
     joined,
-    named_tensors,
     optimizer_states,
     read_states,
     regrouped,
     residuals,
-    take_tensors,
+    take_residuals,
+    take_states,
 )
 
 _NAMES = ("step_count", "loss_scale", "num_nonfinite", "optimizer", "states", "virtual_shards", "arithmetic", "layout")
@@ -209,45 +208,34 @@ class BucketTrainer(BaseTrainer, FitsSaved):
         checked_policy(options.get("policy"))
 
     def _on_its_gpu(self) -> AbstractContextManager[object]:
-        """Make the GPU of the parameters, if they are on one, this thread's current GPU."""
         return on_device_of(next((bucket.mine for bucket in self.reducer.buckets), None))
 
     # A step
 
-    def step(self, count: int) -> int:
-        """See `BaseTrainer.step`."""
-        with self._on_its_gpu():
-            count = checked_count("step", count)
-            self._settle("step")
-            self._warn_of_mean_losses("step", count)
-            if not self._syncing:
-                self._held_count += count
-                return self._held_count
-            if count:
-                self._refuse_sums("step")
-            began_ns = time.perf_counter_ns()
-            self._steps.leave(count)
-            if not self._steps.is_last:
-                return self._next_virtual_shard(count)
-            total, before = self._close_step(count), self.step_count
-            try:
-                if not total:
-                    self.reducer.drop()
-                elif self._needs_sums:
-                    self._reduce()
-                    self._update(total)
-                else:
-                    reduce_and_update = self._replayed or self.owner.reduce_and_update
-                    reduce_and_update(self.step_count + 1, 1.0 / (total * self.loss_scale))
-                    self.step_count += 1
-                if self.step_count > before:
-                    if self._leaves_some:
-                        self.owner.pass_over()
-                    self._steps.move_statistics()
-            finally:
-                self._begin_step()
-            self._account(began_ns)
-            return total
+    def _step(self, count: int) -> int:
+        began_ns = time.perf_counter_ns()
+        self._steps.leave(count)
+        if not self._steps.is_last:
+            return self._next_virtual_shard(count)
+        total, before = self._close_step(count), self.step_count
+        try:
+            if not total:
+                self.reducer.drop()
+            elif self._needs_sums:
+                self._reduce()
+                self._update(total)
+            else:
+                reduce_and_update = self._replayed or self.owner.reduce_and_update
+                reduce_and_update(self.step_count + 1, 1.0 / (total * self.loss_scale))
+                self.step_count += 1
+            if self.step_count > before:
+                if self._leaves_some:
+                    self.owner.pass_over()
+                self._steps.move_statistics()
+        finally:
+            self._begin_step()
+        self._account(began_ns)
+        return total
 
     def _next_virtual_shard(self, count: int) -> int:
         if count:
@@ -404,9 +392,9 @@ class BucketTrainer(BaseTrainer, FitsSaved):
 
     def _begin_step(self) -> None:
         if self._means is None:
-            self.reducer.watch = None
+            self.reducer.watch = lambda: None
         self.reducer.reset()
-        self.reducer.overwrite()
+        self.reducer.accumulation.end()
         self._held_count = 0
         self._stale = []
         self._steps.begin(self.step_count + 1)
@@ -435,42 +423,32 @@ class BucketTrainer(BaseTrainer, FitsSaved):
     @property
     def accumulation(self) -> tuple[bool, bool]:  # type: ignore[override]
         """See `BaseTrainer.accumulation`."""
-        return self.reducer.accumulating, not self._syncing
+        return self.reducer.accumulation.is_on, not self._syncing
 
-    def allreduce_grads(self) -> None:
-        """See `BaseTrainer.allreduce_grads`."""
-        with self._on_its_gpu():
-            self._settle("allreduce_grads")
-            self._refuse_reproducible("allreduce_grads", "let step() sum them")
-            self._refuse_sums("allreduce_grads")
-            began_ns = time.perf_counter_ns()
-            self._close_step(0 if self.reducer.num_missing == len(self.reducer.params) else 1)
-            self.reducer.reduce_everywhere()
-            self._account(began_ns)
+    def _require_own_sums(self, operation: str) -> None:
+        if operation == "allreduce_grads":
+            self._refuse_reproducible(operation, "let step() sum them")
 
-    def update(self, count: int) -> int:
-        """See `BaseTrainer.update`."""
-        with self._on_its_gpu():
-            self._settle("update")
-            if not self.reducer.holds_sums:
-                raise StaleGradientError(
-                    "update", expected="gradients summed by allreduce_grads()", got="gradients of this rank alone",
-                    remedy="call allreduce_grads() before, or step(count) instead",
-                )  # fmt: skip
-            held = checked_count("update", count) + self._held_count
-            self._warn_of_mean_losses("update", count)
-            settings = self._settings
-            (total,), alike = self.reducer.tally_alike(settings, held)
-            before = self.step_count
-            try:
-                if not alike:
-                    require_same_settings(self.world.comm, "update", *settings)
-                self._update(int(total))
-                if self.step_count > before:
-                    self.owner.pass_over()
-            finally:
-                self._begin_step()
-            return int(total)
+    def _sum_gradients(self) -> None:
+        self._close_step(0 if self.reducer.num_missing == len(self.reducer.params) else 1)
+        self.reducer.reduce_everywhere()
+
+    @property
+    def _holds_sums(self) -> bool:  # type: ignore[override]
+        return self.reducer.holds_sums
+
+    def _update_from_sums(self, held: int) -> int:
+        settings, before = self._settings, self.step_count
+        (total,), alike = self.reducer.tally_alike(settings, held)
+        try:
+            if not alike:
+                require_same_settings(self.world.comm, "update", *settings)
+            self._update(int(total))
+            if self.step_count > before:
+                self.owner.pass_over()
+        finally:
+            self._begin_step()
+        return int(total)
 
     def _refuse_reproducible(self, operation: str, remedy: str) -> None:
         """Raise `ConfigError` where gradients are summed by virtual shards."""
@@ -478,14 +456,6 @@ class BucketTrainer(BaseTrainer, FitsSaved):
             raise ConfigError(
                 operation, expected="a Trainer without reproducible=True", got="a reproducible Trainer",
                 remedy=f"{remedy}, or make the Trainer without it",
-            )  # fmt: skip
-
-    def _refuse_sums(self, operation: str) -> None:
-        """Raise `StaleGradientError` between `allreduce_grads` and `update`."""
-        if self.reducer.holds_sums:
-            raise StaleGradientError(
-                operation, expected="gradients of this rank", got="gradients summed by allreduce_grads()",
-                remedy="call update(count), or step(0) to drop them",
             )  # fmt: skip
 
     # A step whose update a CUDA graph contains
@@ -600,7 +570,7 @@ class BucketTrainer(BaseTrainer, FitsSaved):
             "arithmetic": None if self.virtual_shards is None else arithmetic(),
             "layout": layout,
         }
-        unsent = residuals(self.reducer, self.compression)
+        unsent = residuals(self.reducer)
         return state | ({"residuals": unsent} if unsent else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -624,7 +594,8 @@ class BucketTrainer(BaseTrainer, FitsSaved):
                         got=f"the state of a parameter of {had}", remedy="make the network in the saved dtype",
                     )  # fmt: skip
             self.optimizer.take_config(json.loads(state["optimizer"]))
-            take_tensors(self.reducer, self.compression, own, saved, state.get("residuals", {}))
+            take_states(own, saved)
+            take_residuals(self.reducer, state.get("residuals", {}))
             self.owner.take_passed_over(state.get("passed_over", {}))
             self.step_count = state["step_count"]
             self.loss_scale = state["loss_scale"]
@@ -653,11 +624,15 @@ class BucketTrainer(BaseTrainer, FitsSaved):
         are ``"<parameter>/residual"``, of shape ``(nodes, *shape)``.
         """
         self._refuse_half_a_step("save_states")
+        tensors = optimizer_states(self.owner, self.reducer)
+        for name, unsent in residuals(self.reducer).items():
+            tensors.setdefault(name, {})[RESIDUAL] = unsent
         arrays: dict[str, np.ndarray] = {}
-        for name, tensor in named_tensors(self.owner, self.reducer, self.compression).items():
-            whole = joined(tensor, self.world)
-            if self.world.rank == 0:
-                arrays[name] = whole
+        for name, of_param in tensors.items():
+            for key, tensor in of_param.items():
+                whole = joined(tensor, self.world)
+                if self.world.rank == 0:
+                    arrays[f"{name}/{key}"] = whole
         header = {"version": 1, "step_count": self.step_count, "optimizer": self.optimizer.config()["name"]}
         if self.virtual_shards is not None:
             header |= {"virtual_shards": self.virtual_shards, "arithmetic": arithmetic()}
@@ -672,15 +647,14 @@ class BucketTrainer(BaseTrainer, FitsSaved):
         """See `BaseTrainer.load_states`."""
         with self._on_its_gpu():
             self._refuse_half_a_step("load_states")
-            rule = self.optimizer.config()["name"]
-            read = partial(read_states, Path(path), rule, self.virtual_shards, self.owner, self.reducer)
+            rule, own = self.optimizer.config()["name"], optimizer_states(self.owner, self.reducer)
+            shapes = {slot.name: slot.shape for slot in self.reducer.layout.slots}
+            read = partial(read_states, Path(path), rule, shapes, own, self.virtual_shards)
             header, arrays = on_every_rank(self.world.comm, read)
-            own = optimizer_states(self.owner, self.reducer)
             saved = {name: {key: arrays[f"{name}/{key}"] for key in states} for name, states in own.items()}
-            nodes = next((tensor.shape[0] for tensor in residuals(self.reducer, self.compression).values()), 1)
-            rows = {name: arrays.get(f"{name}/{RESIDUAL}") for name in self.reducer.params}
-            unsent = {name: regrouped(own, nodes) for name, own in rows.items() if own is not None and own.any()}
-            take_tensors(self.reducer, self.compression, own, saved, unsent)
+            unsent = {name: arrays[key] for name in shapes if (key := f"{name}/{RESIDUAL}") in arrays}
+            take_states(own, saved)
+            take_residuals(self.reducer, regrouped(self.reducer, unsent))
             self.owner.take_passed_over(header.get("passed_over", {}))
             self.step_count = header["step_count"]
             if self._dynamic is not None and "loss_scale" in header:
@@ -702,7 +676,7 @@ class BucketTrainer(BaseTrainer, FitsSaved):
 
         def check() -> None:
             self._check_shards(operation)
-            if self._held_count or self.reducer.accumulating or self.reducer.holds_sums:
+            if self._held_count or self.reducer.accumulation.is_on or self.reducer.holds_sums:
                 raise unfinished(operation)
 
         on_every_rank(self.world.comm, check)

@@ -1,4 +1,4 @@
-"""Buckets of gradients: their layout, their memory and state, and counts of used parameters.
+"""Buckets of gradients: their layout, memory and state.
 
 The layout, which is the place of each parameter's gradient, is a pure function of the model. It does not depend on
 ranks, time or earlier steps, so all ranks agree, and a resumed run sums in the same order.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -151,6 +151,32 @@ class Parameter(Protocol):
     grad_hook: Any
 
 
+class Accumulation:
+    """The ``grad_req`` of a trainer's parameters, which is "add" instead of "write" while gradients accumulate."""
+
+    def __init__(self, params: Mapping[str, Parameter]) -> None:
+        self._params = params
+        self._overwritten: set[str] = set()
+        """Parameters whose gradients backward overwrites at other times."""
+        self.is_on = False
+
+    def begin(self) -> None:
+        """Let backward add to the gradients; parameters with ``grad_req="null"`` stay without."""
+        self.is_on = True
+        for name, param in self._params.items():
+            if param.grad_req == "write":
+                self._overwritten.add(name)
+                param.grad_req = "add"
+
+    def end(self) -> None:
+        """Let backward overwrite gradients again, except where the program has set another ``grad_req`` since."""
+        for name in self._overwritten:
+            if self._params[name].grad_req == "add":
+                self._params[name].grad_req = "write"
+        self._overwritten.clear()
+        self.is_on = False
+
+
 class State(Enum):
     """The state of a bucket within a step."""
 
@@ -194,52 +220,3 @@ class Bucket:
         """Describe the bucket by its number, first parameters and size."""
         names = listed([slot.name for slot in self.slots], _MOST_NAMES)
         return f"bucket {self.number} ({names}; {self.mine.nbytes} bytes)"
-
-
-_EXACT_BITS = 52
-"""Bits of integers whose sums are exact in float64."""
-
-
-class UsageCounts:
-    """Counts of the ranks that used each parameter, packed into float64 numbers of the closing exchange.
-
-    Args:
-        names: the names of the parameters, the same on all ranks.
-        size: the number of ranks.
-    """
-
-    def __init__(self, names: Sequence[str], size: int) -> None:
-        bits = size.bit_length()
-        per_number = _EXACT_BITS // bits
-        self._names, self._size, self._mask = list(names), size, (1 << bits) - 1
-        self._places = {
-            name: (place // per_number, place % per_number * bits) for place, name in enumerate(self._names)
-        }
-        used_by_one = [0] * -(-len(self._names) // per_number)
-        for number, shift in self._places.values():
-            used_by_one[number] |= 1 << shift
-        self._all = tuple(map(float, used_by_one))
-        self._all_by_all = [size * packed for packed in self._all]
-
-    @property
-    def length(self) -> int:
-        """Number of float64 numbers that a rank adds to the exchange."""
-        return len(self._all)
-
-    def numbers(self, missing: Collection[str]) -> Sequence[float]:
-        """Return the numbers of this rank, which has used all parameters except those ``missing``."""
-        if not missing:
-            return self._all
-        packed = list(self._all)
-        for name in missing:
-            number, shift = self._places[name]
-            packed[number] -= 1 << shift
-        return packed
-
-    def unused(self, sums: Sequence[float]) -> frozenset[str]:
-        """Return the parameters that no rank has used, from the sums of all ranks' `numbers`."""
-        if list(sums) == self._all_by_all:
-            return frozenset()
-        counts = [int(packed) for packed in sums]
-        places = self._places.items()
-        return frozenset(name for name, (number, shift) in places if not counts[number] >> shift & self._mask)

@@ -36,14 +36,13 @@ from ..autograd import Tensor
 from ..comm import Communicator, Request, World
 from ..comm.communicator import Steps, bounds, join_parts
 from ..comm.consistency import require_same
-from ..comm.shared_memory import NodeMemory
 from ..comm.tasks import MESSAGE_NBYTES, in_lanes, together
 from ..core.arrays import is_host
 from ..core.checks import boolean, whole_number
 from ..errors import ConfigError, HpcdpError
 from ..nn.microbatch import VirtualShard, enter_shard, entered_shard, layers_of, move
 from .buckets import Bucket, Layout, Parameter
-from .reductions import HierarchicalReduction, InterNodeReduction, Reduce, ReductionRanks
+from .reductions import HierarchicalReduction, Reduce, ReductionRanks
 
 if TYPE_CHECKING:
     from .reducer import Reducer
@@ -158,132 +157,55 @@ def closed_by(leaf: int, run: range, root: Node) -> int:
     return count
 
 
-class VirtualShards:
-    """This rank's sums of gradients in the current step. All ranks must make it together.
-
-    Args:
-        num: number of virtual shards of a global batch, at least one a rank.
-        world: the ranks.
-        memory: memory of the sums, shared by the ranks that share the buckets.
-        buckets: the buckets of the gradients, on the host.
-        rail: the sum over nodes of this rank's columns; None on one node, and where this rank owns no columns.
-    """
-
-    def __init__(
-        self, num: int, world: World, memory: NodeMemory, buckets: Sequence[Bucket], rail: InterNodeReduction | None
-    ) -> None:
-        self.num = num
-        self.run = run_of(num, world.rank, world.size)
-        """Virtual shards of this rank."""
-        self._root = (0, num)
-        self._memory, self._rail = memory, rail
-        runs = [run_of(num, rank, world.size) for rank in range(world.size)]
-        neighbours = world.node_comm.allgather_json(world.rank) if memory.size > 1 else [world.rank]
-        self._of_local = [cover(self._root, runs[rank]) for rank in neighbours]
-        """Tree nodes whose sums each rank of this machine holds at the end of its run."""
-        together = [leaf for rank in neighbours for leaf in runs[rank]]
-        held = [] if rail is None else rail.comm.allgather_json(cover(self._root, together))
-        self._held: list[list[Node]] = [[(first, end) for first, end in nodes] for nodes in held]
-        """Tree nodes that each machine of the rail holds."""
-        self._closed = [closed_by(leaf, self.run, self._root) for leaf in self.run]
-        depth = max(_depth(run, self._root) for run in runs)
-        self._sums = [
-            memory.alloc((memory.size, depth, bucket.mine.size), np.result_type(bucket.mine.dtype, np.float32))
-            for bucket in buckets
-        ]
-        """Sums of tree nodes, by bucket, local rank and place on the rank's stack."""
-        self.begin()
-
-    def begin(self) -> None:
-        """Begin a step."""
-        self._at = self._top = 0
-
-    @property
-    def current(self) -> int:
-        """The virtual shard whose gradients are written now."""
-        return self.run[self._at]
-
-    @property
-    def is_last(self) -> bool:
-        """True if the current virtual shard is the last one of this rank."""
-        return self._at == len(self.run) - 1
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of sums that this rank holds."""
-        return sum(sums[0].nbytes for sums in self._sums)
-
-    def take(self, bucket: Bucket) -> None:
-        """Add the current virtual shard's gradients in ``bucket`` to the sums that this rank holds."""
-        stack, closed, top = self._sums[bucket.number][self._memory.rank], self._closed[self._at], self._top
-        if not closed:
-            stack[top] = bucket.mine
-            return
-        stack[top - 1] += bucket.mine
-        for place in range(top - 1, top - closed, -1):
-            stack[place - 1] += stack[place]
-
-    def next(self) -> None:
-        """Begin the next virtual shard, after `take` of every bucket."""
-        self._top += 1 - self._closed[self._at]
-        self._at += 1
-
-    def sum(self, bucket: Bucket, turn: Request | None) -> Steps:
-        """Write the sum over all virtual shards to this rank's columns of its own row.
-
-        All ranks of the machine must have called `take` for their last virtual shard.
-        """
-        first, last = bucket.shard
-        if last == first:
-            return
-        held = {
-            node: self._sums[bucket.number][local, place, first:last]
-            for local, nodes in enumerate(self._of_local)
-            for place, node in enumerate(nodes)
-        }
-        held, out = fold(self._root, held), bucket.mine[first:last]
-        if self._root in held:
-            with np.errstate(over="ignore"):  # as in _segment
-                out[...] = held[self._root]
-        else:
-            assert self._rail is not None
-            tag = self._rail.tag(bucket)
-            yield from allreduce(held, self._held, self._root, out, self._rail.comm, tag, turn)
-
-
 class DeterministicReduction(HierarchicalReduction):
-    """Buckets on the host whose sums have the same bits on any number of ranks: `VirtualShards` in a fixed tree.
+    """Buckets on the host whose sums have the same bits on any number of ranks, by virtual shards in a fixed tree.
 
     A step has a backward for each virtual shard of this rank. The owners of a bucket's columns add up the sums that the
     ranks of the node hold, in the memory that they share, and then those of the nodes.
 
     Args:
         ranks, params: see `HierarchicalReduction`.
-        num: number of virtual shards of a global batch.
+        num: number of virtual shards of a global batch, at least one a rank.
     """
 
     is_deterministic = True
 
     def __init__(self, ranks: ReductionRanks, params: Sequence[Parameter], num: int) -> None:
         super().__init__(ranks, params)
-        self._num = num
-        self._sums: VirtualShards
+        self._root = root = (0, num)
+        size, own = ranks.world.size, ranks.world.rank
+        runs = [run_of(num, rank, size) for rank in range(size)]
+        self.own_virtual_shards = runs[own]
+        neighbours = ranks.world.node_comm.allgather_json(own) if self.memory.size > 1 else [own]
+        self._of_local = [cover(root, runs[rank]) for rank in neighbours]
+        """Tree nodes whose sums each rank of this machine holds at the end of its run."""
+        together = [leaf for rank in neighbours for leaf in runs[rank]]
+        held = [] if self._rail is None else self._rail.allgather_json(cover(root, together))
+        self._held: list[list[Node]] = [[(first, end) for first, end in nodes] for nodes in held]
+        """Tree nodes that each machine of the rail holds."""
+        self._closed = [closed_by(leaf, runs[own], root) for leaf in runs[own]]
+        self._depth = max(_depth(run, root) for run in runs)
+        self._sums: list[np.ndarray] = []
+        """Sums of tree nodes, by bucket, local rank and place on the rank's stack."""
 
     def allocate(self, layout: Layout) -> list[Bucket]:
         """See `BucketReduction.allocate`: also allocates the sums of virtual shards."""
-        buckets = super().allocate(layout)
-        self._sums = VirtualShards(self._num, self._world, self.memory, buckets, self.coder)
-        self.own_virtual_shards, self.nbytes = self._sums.run, self._sums.nbytes
-        self._note_backward()
+        buckets, memory = super().allocate(layout), self.memory
+        for bucket in buckets:
+            wide = np.result_type(bucket.mine.dtype, np.float32)
+            self._sums.append(memory.alloc((memory.size, self._depth, bucket.mine.size), wide))
+        self.nbytes = sum(sums[0].nbytes for sums in self._sums)
+        self.begin_step()
         return buckets
 
     def begin_step(self) -> None:
         """See `BucketReduction.begin_step`."""
-        self._sums.begin()
-        self._note_backward()
+        self._top = 0
+        self._begin_backward(0)
 
-    def _note_backward(self) -> None:
-        self.virtual_shard, self.is_last_backward = self._sums.current, self._sums.is_last
+    def _begin_backward(self, at: int) -> None:
+        self._at, self.virtual_shard = at, self.own_virtual_shards[at]
+        self.is_last_backward = at == len(self.own_virtual_shards) - 1
 
     def written(self, bucket: Bucket, name: str, param: Parameter) -> None:
         """See `BucketReduction.written`: gradients must not accumulate within a virtual shard."""
@@ -294,20 +216,43 @@ class DeterministicReduction(HierarchicalReduction):
 
     def end_backward(self, bucket: Bucket) -> None:
         """See `BucketReduction.end_backward`: add the virtual shard's gradients to the sums."""
-        self._sums.take(bucket)
+        stack, closed, top = self._sums[bucket.number][self.memory.rank], self._closed[self._at], self._top
+        if not closed:
+            stack[top] = bucket.mine
+            return
+        stack[top - 1] += bucket.mine
+        for place in range(top - 1, top - closed, -1):
+            stack[place - 1] += stack[place]
 
     def next_backward(self) -> None:
         """See `BucketReduction.next_backward`: begin the next virtual shard."""
-        self._sums.next()
-        self._note_backward()
+        self._top += 1 - self._closed[self._at]
+        self._begin_backward(self._at + 1)
 
     def prepare(self, bucket: Bucket) -> Reduce:
         """See `BucketReduction.prepare`."""
         return partial(self._reduce_in_tree, bucket)
 
     def _reduce_in_tree(self, bucket: Bucket, turn: Request | None) -> Steps:
-        yield from self._sums.sum(bucket, turn)
+        """Write the sum over all virtual shards to this rank's columns of its own row."""
+        if bucket.shard[0] < bucket.shard[1]:
+            yield from self._sum_in_tree(bucket, bucket.mine[slice(*bucket.shard)], turn)
         bucket.mark_reduced()
+
+    def _sum_in_tree(self, bucket: Bucket, out: np.ndarray, turn: Request | None) -> Steps:
+        held = {
+            node: self._sums[bucket.number][local, place, slice(*bucket.shard)]
+            for local, nodes in enumerate(self._of_local)
+            for place, node in enumerate(nodes)
+        }
+        held = fold(self._root, held)
+        if self._root in held:
+            with np.errstate(over="ignore"):  # as in _segment
+                out[...] = held[self._root]
+        else:
+            assert self.coder is not None
+            tag = self.coder.tag(bucket)
+            yield from allreduce(held, self._held, self._root, out, self.coder.comm, tag, turn)
 
     def reduce(self, buckets: Sequence[Bucket]) -> None:
         """See `BucketReduction.reduce`."""

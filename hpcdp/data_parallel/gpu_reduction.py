@@ -14,7 +14,7 @@ Events order the streams; only the rail makes the host wait. On one node the sum
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -37,13 +37,13 @@ from . import reductions
 from .buckets import LINE_NBYTES, Bucket, Layout, Parameter, Slot
 from .reductions import (
     BucketReduction,
+    Coder,
     Reduce,
     lanes_of_segment,
     padding,
     put_back,
     run_together,
     set_aside,
-    slots_by_bucket,
 )
 
 SEGMENT_NBYTES = 8 << 20
@@ -180,7 +180,7 @@ class Share:
     """Elements of the shard that belong to no parameter."""
 
 
-class CodeStaging:
+class CodeStaging(Coder):
     """Compressed sums over nodes: a `Coder` that encodes and decodes on the GPU; only codes go through host memory.
 
     The messages and their contents are those of `collectives.compressed`::
@@ -199,12 +199,11 @@ class CodeStaging:
     """
 
     def __init__(self, streams: Streams, shares: Sequence[Share], compression: Compression, comm: Communicator) -> None:
-        self.comm = comm
-        self.shares = shares
-        self.feedback = [
+        feedback = [
             compression.for_array(share.part.size, np.dtype(share.part.dtype), streams.zeros) for share in shares
         ]
-        """See `Coder.feedback`."""
+        super().__init__(comm, feedback, [(share.first, share.first + share.part.size) for share in shares])
+        self.shares = shares
         self._streams = streams
         self._stream = streams.stream()
         self._ready, self._summed = ([streams.event() for _ in shares] for _ in range(2))
@@ -239,7 +238,7 @@ class CodeStaging:
         kept: list[tuple[slice, Array]] = []
         if unsent:
             with streams.on_device(), self._stream:
-                kept = set_aside(feedback.residual, unsent, self.columns(number))
+                kept = set_aside(feedback.residual, unsent, self.columns[number])
 
         def make(x: Array, first: int, lane: int) -> _OnDevice:
             return _OnDevice(x, first, feedback, self.comm, slots[lane], row)
@@ -254,15 +253,6 @@ class CodeStaging:
                 put_back(feedback.residual, part, kept)
         streams.record(self._summed[number], self._stream)
         return (self._summed[number],)
-
-    def columns(self, number: int) -> tuple[int, int]:
-        """See `Coder.columns`."""
-        share = self.shares[number]
-        return share.first, share.first + share.part.size
-
-    def sent_nbytes(self) -> tuple[int, int]:
-        """See `Coder.sent_nbytes`."""
-        return compressed.sent_and_plain_nbytes(self.feedback, self.comm.size)
 
 
 class _Slot:
@@ -519,8 +509,6 @@ class GpuReduction(BucketReduction):
         self.gate = WatchedBarrier(self.memory, ProgressEngine.of(world).watchdog)
         self.keeps_unsent = compression is not None
         self._world, self._sharded = world, sharded
-        self._buckets: Sequence[Bucket] = ()
-        self._unsent: dict[int, list[Slot]] = {}
         self._streams = streams = on_every_rank(world.comm, lambda: streams_of(params))
         self._counts = layout.counts
         sizes = [
@@ -580,15 +568,6 @@ class GpuReduction(BucketReduction):
             for number in range(len(layout.counts))
         ]
         return list(self._buckets)
-
-    def begin_step(self) -> None:
-        """See `BucketReduction.begin_step`."""
-        self._unsent = {}
-
-    def keep_unsent(self, names: Set[str]) -> None:
-        """See `BucketReduction.keep_unsent`."""
-        if self.keeps_unsent:
-            self._unsent = slots_by_bucket(self._buckets, names)
 
     def prepare(self, bucket: Bucket) -> Reduce:
         """See `BucketReduction.prepare`."""

@@ -9,7 +9,7 @@ with each bucket in the node's memory. A reduction begins when all ranks have fi
 parameter waits until all owners have updated it. Several threads of a program may read parameters, e.g. for logging:
 the first one ends the update of a bucket, and a late one must not end that of the next step.
 
-`SequentialScheduler` reduces in the thread of the program, at the end of a step.
+`Scheduler`, its base, reduces in the thread of the program, at the end of a step.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ _FILLED, _UPDATED, _PHASES = 1, 2, 2  # milestones of a bucket in a step
 
 
 class Scheduler:
-    """Scheduler of the reductions of one reducer's buckets, and of the updates that follow them.
+    """Scheduler of the reductions of one reducer's buckets, in this thread, at the end of the step.
 
     Args:
         reduction: the reduction of the buckets.
@@ -170,16 +170,16 @@ class Scheduler:
         """Begin a step; buckets launched from now on belong to it."""
 
     def launch(self, bucket: Bucket) -> None:
-        """Launch the reduction of a bucket in which backward has written all gradients."""
-        raise NotImplementedError
+        """Launch the reduction of a bucket in which backward has written all gradients: here, `reduce` begins it."""
+        self._reduction.end_backward(bucket)
 
     def reduce(self) -> None:
         """Block until this rank's shard of every bucket is reduced; every rank must call."""
-        raise NotImplementedError
+        self._reduction.reduce(self._buckets)
 
     def reduce_everywhere(self) -> None:
         """Block until this rank's row of every bucket is the sum; every rank must call, and a barrier must follow."""
-        raise NotImplementedError
+        self._reduction.reduce_everywhere(self._buckets)
 
     def settle(self, bucket: Bucket) -> None:
         """Wait for the update of a bucket, if one is under way."""
@@ -189,22 +189,6 @@ class Scheduler:
 
     def let_go(self) -> None:
         """Stop waiting for updates, which may never end."""
-
-
-class SequentialScheduler(Scheduler):
-    """Scheduler of reductions in this thread, at the end of the step."""
-
-    def launch(self, bucket: Bucket) -> None:
-        """See `Scheduler.launch`: the reduction itself begins in `reduce`."""
-        self._reduction.end_backward(bucket)
-
-    def reduce(self) -> None:
-        """See `Scheduler.reduce`."""
-        self._reduction.reduce(self._buckets)
-
-    def reduce_everywhere(self) -> None:
-        """See `Scheduler.reduce_everywhere`."""
-        self._reduction.reduce_everywhere(self._buckets)
 
 
 class OverlapScheduler(Scheduler):

@@ -13,9 +13,11 @@ from ..comm import Communicator
 from ..comm.consistency import require_same
 from ..core.checks import instance, number
 from ..errors import ConfigError, StaleGradientError, listed, warn
-from .buckets import Parameter, UsageCounts
+from .buckets import Parameter
 
 _MOST_NAMES = 3
+_EXACT_BITS = 52
+"""Bits of integers whose sums are exact in float64."""
 
 UNUSED = ("error", "warn", "zero")
 NONFINITE = ("ignore", "count", "skip", "raise")
@@ -62,7 +64,7 @@ class Unwritten:
     No gradient differs from a gradient of zero, with which momentum and weight decay move a parameter. So the closing
     exchange of a step finds the parameters that no rank has used. By default each rank with samples must use all
     parameters except frozen ones, and the ranks compare those by a `mark`. Where the policy lets ranks use different
-    parameters, `numbers` count the ranks that used each parameter.
+    parameters, `numbers` count the ranks that used each parameter, packed into float64 numbers.
 
     Args:
         policy: the trainer's policy.
@@ -73,8 +75,19 @@ class Unwritten:
 
     def __init__(self, policy: Policy, params: Mapping[str, Parameter], rank: int, size: int) -> None:
         self._policy, self._params, self._rank = policy, params, rank
-        self._counts = None if policy.unused == "error" else UsageCounts(list(params), size)
-        self.length = 0 if self._counts is None else self._counts.length
+        self._may_differ = policy.unused != "error"
+        """True if ranks may use different parameters."""
+        bits = size.bit_length()
+        per_number, self._mask = _EXACT_BITS // bits, (1 << bits) - 1
+        names = enumerate(params if self._may_differ else ())
+        self._places = {name: (place // per_number, place % per_number * bits) for place, name in names}
+        """Number, and shift in it, of the count of each parameter."""
+        used_by_one = [0] * -(-len(self._places) // per_number)
+        for place, shift in self._places.values():
+            used_by_one[place] |= 1 << shift
+        self._all = tuple(map(float, used_by_one))
+        self._all_by_all = [size * packed for packed in self._all]
+        self.length = len(self._all)
         """Number of `numbers`."""
         self._warned: set[str] = set()
 
@@ -102,14 +115,14 @@ class Unwritten:
 
     def mark(self, unused: Sequence[str]) -> int:
         """Return a number that identifies the frozen ones of ``unused``; 0 if ranks may use different parameters."""
-        if self._counts is not None or not unused:
+        if self._may_differ or not unused:
             return 0
         frozen = set(self.frozen(unused))
         return sum(1 << place for place, name in enumerate(self._params) if name in frozen)
 
     def require_same_frozen(self, comm: Communicator, operation: str, unused: Sequence[str]) -> None:
         """Raise `MismatchError` if ranks have frozen different parameters; every rank must call."""
-        if self._counts is None:
+        if not self._may_differ:
             frozen = listed(self.frozen(unused)) or "none"
             remedy = (
                 "set grad_req alike on all ranks, between step() and the next backward; or let ranks use different "
@@ -119,7 +132,11 @@ class Unwritten:
 
     def numbers(self, unused: Sequence[str]) -> Sequence[float]:
         """Return this rank's numbers in the closing exchange of a step that has not used the parameters ``unused``."""
-        return () if self._counts is None else self._counts.numbers(unused)
+        packed = list(self._all)
+        for name in unused if self._may_differ else ():
+            place, shift = self._places[name]
+            packed[place] -= 1 << shift
+        return packed
 
     def left_alone(self, unused: Sequence[str], sums: Sequence[float] | None) -> frozenset[str]:
         """Return the parameters that no rank has used, which the step leaves out.
@@ -128,9 +145,13 @@ class Unwritten:
             unused: the parameters that this rank has not used.
             sums: the sums of all ranks' `numbers`; None: this rank steps alone.
         """
-        if self._counts is None:
+        if not self._may_differ:
             return frozenset(self.frozen(unused)) if unused else frozenset()
-        return frozenset(unused) if sums is None else self._counts.unused(sums)
+        if sums is None or list(sums) == self._all_by_all:
+            return frozenset(unused if sums is None else ())
+        counts = [int(packed) for packed in sums]
+        places = self._places.items()
+        return frozenset(name for name, (place, shift) in places if not counts[place] >> shift & self._mask)
 
 
 def stale(rank: int, names: Sequence[str]) -> StaleGradientError:

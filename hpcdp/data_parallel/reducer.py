@@ -24,10 +24,10 @@ from ..comm.watchdog import WatchedBarrier
 from ..compression import Compression
 from ..core.arrays import Array, is_cupy, is_host
 from ..errors import ConfigError, StaleGradientError, warn
-from .buckets import Bucket, Layout, Parameter, State
+from .buckets import Accumulation, Bucket, Layout, Parameter, State
 from .deterministic import DeterministicReduction
 from .gpu_reduction import GpuReduction, streams_of
-from .overlap import CommunicationLane, OverlapScheduler, Scheduler, SequentialScheduler
+from .overlap import CommunicationLane, OverlapScheduler, Scheduler
 from .reductions import BucketReduction, HierarchicalReduction, ReductionRanks, SharedMemoryReduction
 
 _WRITABLE = (State.FILLING, State.READY)
@@ -120,7 +120,7 @@ def choose_reduction(
     on_host = all(is_host(param.data) for param in params)
     on_gpu = not on_host and all(is_cupy(param.data) for param in params)
     if on_gpu and world.size > 1:
-        between_nodes, everyone = _shared_comms(world, signature, world.rail_comm, world.comm)
+        between_nodes, everyone = shared_comms(world, "reducers", signature, world.rail_comm, world.comm)
         return GpuReduction(params, layout, world, everyone, between_nodes, signature, compression, sharded)
     if on_gpu:
         streams_of(params)  # elsewhere buckets would be on another GPU, and with them the parameters
@@ -130,7 +130,8 @@ def choose_reduction(
     rail: Communicator | None = None
     comm: Communicator | None = None
     if memory.size < world.size:
-        rail, comm = _shared_comms(world, signature, world.rail_comm if is_shared else world.comm, world.comm)
+        between = world.rail_comm if is_shared else world.comm
+        rail, comm = shared_comms(world, "reducers", signature, between, world.comm)
     ranks = ReductionRanks(world, gate, memory, world.num_rails if is_shared else 1, comm, rail, signature)
     if virtual_shards is not None:
         return DeterministicReduction(ranks, params, virtual_shards)
@@ -139,13 +140,16 @@ def choose_reduction(
     return HierarchicalReduction(ranks, params, compression)
 
 
-def _shared_comms(
-    world: World, signature: int, rail: Communicator | None, everyone: Communicator
+def shared_comms(
+    world: World, users: str, signature: int, rail: Communicator | None, everyone: Communicator
 ) -> tuple[Communicator | None, Communicator]:
-    """Return duplicates of a rail and of all ranks that all reducers of a world share; every rank must call."""
+    """Return duplicates of a rail and of all ranks that all ``users`` of a world share; every rank must call.
+
+    ``signature`` is the caller's, see `make_tag`.
+    """
 
     def shared(comm: Communicator) -> Communicator:  # MPICH has only 2048 communicators
-        duplicate: Communicator = world.keep(("reducers", id(comm)), comm.duplicate)
+        duplicate: Communicator = world.keep((users, id(comm)), comm.duplicate)
         duplicate.users.add(signature % duplicate.signatures)
         return duplicate
 
@@ -217,19 +221,18 @@ class Reducer:
         """Blocks until all ranks of `memory` have called it."""
         self.buckets = reduction.allocate(layout)
         self.params = {param.name: param for param in params}
-        self.scheduler: Scheduler = (
-            SequentialScheduler(reduction, self.buckets)
-            if lane is None
-            else OverlapScheduler(world, reduction, self.buckets, self.params, lane)
-        )
+        self.scheduler = Scheduler(reduction, self.buckets)
         """Scheduler of reductions and updates."""
-        self.is_counted, self.copies, self.coder = reduction.is_counted, reduction.copies, reduction.coder
+        if lane is not None:
+            self.scheduler = OverlapScheduler(world, reduction, self.buckets, self.params, lane)
+        self.is_counted, self.copies = reduction.is_counted, reduction.copies
         """See `BucketReduction`, also for the next attributes."""
         self.keeps_unsent, self.is_deterministic = reduction.keeps_unsent, reduction.is_deterministic
         self.own_virtual_shards, self.way = reduction.own_virtual_shards, reduction.way
+        self.residual, self.node_nbytes = reduction.residual, reduction.node_nbytes
         self.sums_rows = reduction.sums_rows and not self.overlap
         """True if gradients are summed over the rows of the buckets, without messages, after all have left backward."""
-        self.watch: Callable[[], None] | None = None
+        self.watch: Callable[[], object] = lambda: None
         """Callback within backward for each gradient that is written."""
         self.holds_sums = False
         """True if every rank's row of every bucket is the sum over all ranks."""
@@ -239,8 +242,8 @@ class Reducer:
         """Parameters whose gradients earlier virtual shards of this step have written."""
         self._is_held = False
         """True if another backward of the step follows, so that this one launches nothing."""
-        self._overwriting: set[str] | None = None
-        """Parameters whose gradients backward overwrites when gradients do not accumulate; None then."""
+        self.accumulation = Accumulation(self.params)
+        """Whether backward adds to the gradients."""
         self._bucket_of = {slot.name: self.buckets[slot.bucket] for slot in layout.slots}
         self._hooks: dict[int, Callable[[Parameter], None]] = {}
         for param, slot in zip(params, layout.slots, strict=True):
@@ -294,8 +297,7 @@ class Reducer:
             self.num_missing -= 1
         bucket.awaited.discard(name)
         bucket.state = State.FILLING if bucket.awaited else State.READY
-        if self.watch is not None:
-            self.watch()
+        self.watch()
         if bucket.state is State.READY and self.overlap and not self._is_held and self.is_last_backward:
             self.scheduler.launch(bucket)
 
@@ -382,35 +384,18 @@ class Reducer:
     def accumulate(self) -> None:
         """Let backward add to the gradients, and launch nothing, until `launch_again`.
 
-        Gradients that are not written in this step become zero; parameters with ``grad_req="null"`` stay without.
+        Gradients that are not written in this step become zero.
         """
         self._is_held = True
-        if self._overwriting is None:
-            self._overwriting = set()
+        if not self.accumulation.is_on:
             self.fill_with_zeros()
-        for name, param in self.params.items():
-            if param.grad_req == "write":
-                self._overwriting.add(name)
-                param.grad_req = "add"
+        self.accumulation.begin()
 
     def launch_again(self) -> None:
         """Let the next backward, which is the last one of this step, launch reductions."""
         self._is_held = False
         for bucket in self.buckets:
             bucket.awaited = set(bucket.names)
-
-    @property
-    def accumulating(self) -> bool:
-        """True if backward adds to the gradients."""
-        return self._overwriting is not None
-
-    def overwrite(self) -> None:
-        """Undo `accumulate`, except where the program has set another ``grad_req`` since."""
-        if self._overwriting is not None:
-            for name in self._overwriting:
-                if self.params[name].grad_req == "add":
-                    self.params[name].grad_req = "write"
-            self._overwriting = None
 
     # Reductions
 
@@ -423,7 +408,7 @@ class Reducer:
 
         Without overlap nothing is sent, but other ranks may sum this rank's gradients from now on.
         """
-        if self.num_missing and not self.accumulating:
+        if self.num_missing and not self.accumulation.is_on:
             self.fill_with_zeros()
         for bucket in self.buckets:
             if bucket.state in _WRITABLE:

@@ -17,7 +17,7 @@ eagerly, and a longer one waits for its receiver. But Python takes about 20 us a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +35,8 @@ from ..comm.tasks import MESSAGE_NBYTES, ProgressEngine, TaskGroup, in_lanes, ru
 from ..comm.watchdog import WatchedBarrier
 from ..compression import Compression, ErrorFeedback
 from ..core.arrays import Array, array_namespace, from_host, is_half, is_host, to_host, words
+from ..core.state import Part, Sharded
+from ..kernels.reference.gradients import EVERY_ROW, SUM
 from .buckets import Bucket, Layout, Parameter, Slot, State
 
 LONGER_NBYTES = (256 << 10, 1 << 20)
@@ -102,36 +104,32 @@ SHORT_NBYTES = 64 << 10
 """Size up to which the number of consecutive messages decides the time, not their length."""
 
 
-class Coder(Protocol):
-    """Encoder of this rank's shard of each bucket for other nodes, with the residual that it has not sent yet.
+class Coder:
+    """Sums of this rank's shard of each bucket over other nodes, with the residual that compression keeps.
 
     In a step that passes slots as ``unsent``, because no rank has used their parameters, it keeps their residuals:
     other nodes would not use them.
     """
 
-    @property
-    def comm(self) -> Communicator:
+    def __init__(
+        self, comm: Communicator, feedback: Sequence[ErrorFeedback], columns: Sequence[tuple[int, int]]
+    ) -> None:
+        self.comm = comm
         """The ranks that sum the same shards."""
-        ...
-
-    @property
-    def feedback(self) -> Sequence[ErrorFeedback]:
+        self.feedback = feedback
         """The error feedback of the shard of every bucket; empty without compression."""
-        ...
-
-    def columns(self, number: int) -> tuple[int, int]:
-        """Return the columns of the shard of bucket ``number``: the first, and one after the last."""
-        ...
+        self.columns = columns
+        """The columns of the shard of every bucket: the first, and one after the last."""
 
     def sent_nbytes(self) -> tuple[int, int]:
         """Return the bytes that all ranks of `comm` send in a step, with and without compression.
 
         Both are 0 where nothing is compressed.
         """
-        ...
+        return compressed.sent_and_plain_nbytes(self.feedback, self.comm.size)
 
 
-class InterNodeReduction:
+class InterNodeReduction(Coder):
     """Sums over the ranks that own the same shard of every bucket: one rank a node, or all ranks without shared memory.
 
     Args:
@@ -150,16 +148,12 @@ class InterNodeReduction:
         compression: Compression | None,
         message_nbytes: int = MESSAGE_NBYTES,
     ) -> None:
-        self.comm, self._message_nbytes = comm, message_nbytes
-        self._signature = signature % comm.signatures
-        self.feedback = (
-            [compression.for_array(last - first, np.dtype(bucket.mine.dtype)) for bucket in buckets
-             for first, last in [bucket.shard]]
-            if compression is not None and comm.size > 1
-            else []
-        )  # fmt: skip
-        """See `Coder.feedback`."""
-        self._shards = [bucket.shard for bucket in buckets]
+        feedback: list[ErrorFeedback] = []
+        if compression is not None and comm.size > 1:
+            sizes = [(bucket.shard[1] - bucket.shard[0], np.dtype(bucket.mine.dtype)) for bucket in buckets]
+            feedback = [compression.for_array(*size) for size in sizes]
+        super().__init__(comm, feedback, [bucket.shard for bucket in buckets])
+        self._message_nbytes, self._signature = message_nbytes, signature % comm.signatures
         if self.feedback:
             kernels.load("compress")  # compile now: in the first step all ranks would wait
         self._padding = [padding(bucket.slots, bucket.shard) for bucket in buckets] if self.feedback else []
@@ -195,14 +189,6 @@ class InterNodeReduction:
         if host is not shard:
             shard[...] = from_host(host, shard)
 
-    def columns(self, number: int) -> tuple[int, int]:
-        """See `Coder.columns`."""
-        return self._shards[number]
-
-    def sent_nbytes(self) -> tuple[int, int]:
-        """See `Coder.sent_nbytes`."""
-        return compressed.sent_and_plain_nbytes(self.feedback, self.comm.size)
-
 
 def lanes_of_segment(
     x: Array, total: Reduction, comm: Messages, tag: int, nbytes: int, turn: Request | None
@@ -214,22 +200,6 @@ def lanes_of_segment(
     if comm.size > 2 and x.nbytes <= SHORT_NBYTES:
         return halving_doubling.lanes(x, total, comm, tag)
     return ring.lanes_of_chunks(x, total, ring.Ring.through(comm), tag, nbytes, turn)
-
-
-def node_nbytes(coder: Coder | None, world: World) -> tuple[float, float]:
-    """Return the bytes that a node sends in a step, mean over the nodes, with and without compression.
-
-    Every rank must call. Both are 0 where nothing is compressed.
-    """
-    own = (0.0, 0.0) if coder is None else [nbytes / coder.comm.size for nbytes in coder.sent_nbytes()]
-    sent, plain = (sum(by_rank) / world.num_nodes for by_rank in zip(*world.comm.allgather_json(own), strict=True))
-    return sent, plain
-
-
-def slots_by_bucket(buckets: Sequence[Bucket], names: Set[str]) -> dict[int, list[Slot]]:
-    """Return the slots of the parameters ``names``, by the number of their bucket."""
-    slots = {bucket.number: [slot for slot in bucket.slots if slot.name in names] for bucket in buckets if names}
-    return {number: of_bucket for number, of_bucket in slots.items() if of_bucket}
 
 
 def set_aside(residual: Array, slots: Sequence[Slot], columns: tuple[int, int]) -> list[tuple[slice, Array]]:
@@ -310,9 +280,14 @@ class BucketReduction(Protocol):
         """Allocate the buckets of ``layout``; every rank must call once, before any other method."""
         ...
 
+    _world: World
+    _buckets: Sequence[Bucket] = ()
+    _unsent: Mapping[int, list[Slot]] = {}
+    """Slots of which this step sends nothing, by the number of their bucket."""
+
     def begin_step(self) -> None:
         """Begin a step; no gradient is written."""
-        return
+        self._unsent = {}
 
     def written(self, bucket: Bucket, name: str, param: Parameter) -> None:
         """Note that backward has written the gradient of ``param``, which is in ``bucket`` under ``name``.
@@ -332,7 +307,37 @@ class BucketReduction(Protocol):
 
     def keep_unsent(self, names: Set[str]) -> None:
         """Send nothing in this step of the parameters ``names``; call before `prepare`."""
-        return
+        if self.keeps_unsent:
+            slots = {bucket.number: bucket.slots for bucket in self._buckets}
+            self._unsent = {number: [slot for slot in own if slot.name in names] for number, own in slots.items()}
+
+    def residual(self, bucket: Bucket) -> Sharded:
+        """Return what compression has not sent of a bucket's gradients, shape ``(nodes, elements)``.
+
+        This rank has the row of its node, in the columns that it sums, as a view.
+        """
+        coder, count = self.coder, bucket.mine.shape[0]
+        dtype, parts = np.dtype(bucket.mine.dtype), []
+        if coder is not None and coder.feedback:
+            first = coder.comm.rank * count + coder.columns[bucket.number][0]
+            parts.append(Part(first, coder.feedback[bucket.number].residual))
+        nodes = self._world.num_nodes if coder is None else coder.comm.size
+        return Sharded((nodes, count), dtype, parts, shares=True)
+
+    def node_nbytes(self) -> tuple[float, float, int]:
+        """Return what a node sends in a step that compresses; every rank must call.
+
+        Returns:
+            Bytes with and without compression, mean over the nodes, and the number of ranks that sum the same shard.
+            All are 0 where nothing is compressed.
+        """
+        sent = plain = num_ranks = 0.0
+        if (coder := self.coder) is not None:
+            num_ranks = coder.comm.size
+            sent, plain = (nbytes / num_ranks for nbytes in coder.sent_nbytes())
+        by_rank = self._world.comm.allgather_json([sent, plain, num_ranks if plain else 0])
+        all_sent, all_plain, sizes = zip(*by_rank, strict=True)
+        return sum(all_sent) / self._world.num_nodes, sum(all_plain) / self._world.num_nodes, int(max(sizes))
 
     def rescale_unsent(self, factor: float) -> None:
         """Multiply the gradients that compression has not sent by ``factor``, after a change of the loss scale."""
@@ -372,6 +377,22 @@ class BucketReduction(Protocol):
             flats: the parameters of each bucket, of which this rank has updated its shard.
         """
         return
+
+
+_LIKE_HALVES = (np.dtype("int16"), np.dtype("uint16"))
+"""Dtypes of keys of stores whose elements kernels would treat as 16-bit floats (`hpcdp.core.arrays.words`)."""
+
+
+def sum_rows(bucket: Bucket, row: int) -> None:
+    """Sum this rank's shard over the rows of ``bucket``, on the host, into one row, or with `EVERY_ROW` into all."""
+    first, last = bucket.shard
+    if last == first or len(bucket.rows) == 1:
+        return
+    if bucket.rows.dtype in _LIKE_HALVES:
+        targets = slice(None) if row == EVERY_ROW else row
+        bucket.rows[targets, first:last] = bucket.rows[:, first:last].sum(axis=0, dtype=bucket.rows.dtype)
+    else:
+        kernels.load("reduce").combine_into(bucket.words, first, last, row, SUM)
 
 
 def run_together(world: World, reductions: Sequence[tuple[Bucket, Reduce]]) -> None:
@@ -420,7 +441,7 @@ class SharedMemoryReduction(BucketReduction):
         self.memory, self.gate, self.comm = ranks.memory, ranks.gate, ranks.comm
         self._world, self._num_shards = ranks.world, ranks.num_shards
         self._namespace = array_namespace(*(param.data for param in params))
-        self._kernels = kernels.load("reduce")
+        kernels.load("reduce")  # compiled before the first step
 
     def allocate(self, layout: Layout) -> list[Bucket]:
         """See `BucketReduction.allocate`."""
@@ -439,17 +460,14 @@ class SharedMemoryReduction(BucketReduction):
 
     def _compile_for_halves(self, dtype: np.dtype) -> None:
         """Compile kernels now, because all ranks would wait for that in the first step."""
-        nothing = np.zeros((1, 1), dtype)
-        self._kernels.combine_into(nothing, 0, 0, 0, self._kernels.SUM)
-        self._kernels.sum_of_squares(nothing[0])
+        nothing, reduce = np.zeros((1, 1), dtype), kernels.load("reduce")
+        reduce.combine_into(nothing, 0, 0, 0, SUM)
+        reduce.sum_of_squares(nothing[0])
         kernels.load("elementwise")
 
     def sum_shard(self, bucket: Bucket, everywhere: bool = False) -> None:
         """Sum this rank's shard over the rows, into its own row or into all rows."""
-        first, last = bucket.shard
-        if self.memory.size > 1 and last > first:
-            row = self._kernels.EVERY_ROW if everywhere else self.memory.rank
-            self._kernels.combine_into(bucket.words, first, last, row, self._kernels.SUM)
+        sum_rows(bucket, EVERY_ROW if everywhere else self.memory.rank)
 
     def prepare(self, bucket: Bucket) -> Reduce:
         """See `BucketReduction.prepare`."""
@@ -503,8 +521,6 @@ class HierarchicalReduction(SharedMemoryReduction):
         self.is_counted = self.memory.size == self._world.size or (rail is not None and rail.rank == 0)
         self.coder: InterNodeReduction | None = None
         self._rail, self._signature, self._compression = rail, ranks.signature, compression
-        self._buckets: Sequence[Bucket] = ()
-        self._unsent: dict[int, list[Slot]] = {}
 
     def allocate(self, layout: Layout) -> list[Bucket]:
         """See `BucketReduction.allocate`."""
@@ -513,15 +529,6 @@ class HierarchicalReduction(SharedMemoryReduction):
             nbytes = fitting(self._world, self._rail, 0 if self.keeps_unsent else layout.longest_nbytes)
             self.coder = InterNodeReduction(self._rail, self._signature, buckets, self._compression, nbytes)
         return buckets
-
-    def begin_step(self) -> None:
-        """See `BucketReduction.begin_step`."""
-        self._unsent = {}
-
-    def keep_unsent(self, names: Set[str]) -> None:
-        """See `BucketReduction.keep_unsent`."""
-        if self.keeps_unsent:
-            self._unsent = slots_by_bucket(self._buckets, names)
 
     def prepare(self, bucket: Bucket) -> Reduce:
         """See `BucketReduction.prepare`."""

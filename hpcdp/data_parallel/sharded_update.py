@@ -135,18 +135,30 @@ def changing(
                 yield
             finally:
                 changed += [param.data for param, _ in places]
-                older += [param.name for param, place in places if _is_older(param.data, place)]
+                held = [(param.name, param.data, place) for param, place in places]
+                older += [
+                    name for name, values, place in held if values is place or core_state.change_of(values) is not None
+                ]
     finally:
         being_changed.difference_update(id(param) for param, _ in places)
         for param, place in places:
             param.data = place
         stale = _marks(places) != marks  # before other ranks write there
+
+        def refuse_older() -> None:
+            if stale:
+                raise ConfigError(
+                    "changing_parameters", expected="changes of param.data within the block",
+                    got=f"{_OF_ONE_BEFORE}; such changes are lost",
+                    remedy="change param.data, as it is within the block",
+                )  # fmt: skip
+
         _on_every_rank(comm, lambda: _check_alike(places, changed, older))
         agreed = [np.array(to_host(own)) if comm is None else of_rank_0(own, comm) for own in changed]
         if writes:
             for (_, place), values in zip(places, agreed, strict=True):
                 place[...] = from_host(values, place)
-        _on_every_rank(comm, lambda: _refuse_older(stale))
+        _on_every_rank(comm, refuse_older)
         meet()
 
 
@@ -166,10 +178,6 @@ def _marks(places: Places) -> list[int]:
     return marks
 
 
-def _is_older(values: Array, place: Array) -> bool:
-    return values is place or core_state.change_of(values) is not None
-
-
 def _check_alike(places: Places, changed: Sequence[Array], older: Sequence[str]) -> None:
     for (param, place), values in zip(places, changed, strict=True):
         if param.name in older:
@@ -186,14 +194,6 @@ def _check_alike(places: Places, changed: Sequence[Array], older: Sequence[str])
             continue
         expected = f"{tuple(place.shape)} {place.dtype}"
         raise ConfigError("changing_parameters", where=param.name, expected=expected, got=got)
-
-
-def _refuse_older(stale: bool) -> None:
-    if stale:
-        raise ConfigError(
-            "changing_parameters", expected="changes of param.data within the block",
-            got=f"{_OF_ONE_BEFORE}; such changes are lost", remedy="change param.data, as it is within the block",
-        )  # fmt: skip
 
 
 MASTER = "master"
@@ -217,7 +217,9 @@ def update(rule: Rule, param: Array, grad: Array, state: dict[str, Array]) -> No
         return
     follow(param, state[MASTER])
     rule(state[MASTER], widened(grad), state)
-    round_to(param, state[MASTER])
+    # Rounded to nearest even; overflow becomes an infinity.
+    bits = param.view(array_namespace(param).uint16)
+    getattr(_casts(param), f"to_{param.dtype.name}")(state[MASTER], bits)
 
 
 def follow(param: Array, master: Array) -> None:
@@ -231,11 +233,6 @@ def widened(x: Array) -> Array:
     wide = empty(x.shape, xp.float32, xp)
     getattr(_casts(x), f"from_{x.dtype.name}")(x.view(xp.uint16), wide)
     return wide
-
-
-def round_to(param: Array, master: Array) -> None:
-    """Write float32 values to a flat 16-bit array, rounded to nearest even; overflow becomes an infinity."""
-    getattr(_casts(param), f"to_{param.dtype.name}")(master, param.view(array_namespace(param).uint16))
 
 
 def _casts(x: Array) -> Any:

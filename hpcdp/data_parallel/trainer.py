@@ -8,6 +8,7 @@ already, and `Waiting` stands for the trainer of a network that infers shapes in
 from __future__ import annotations
 
 import math
+import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -185,7 +186,7 @@ def _parameter_line(param: Parameter) -> str:
     return f"{param.name} {whole} {param.data.dtype}"
 
 
-def checked_count(operation: str, count: int) -> int:
+def _checked_count(operation: str, count: int) -> int:
     """Return a number of samples as an int; `ConfigError` for anything else."""
     return whole_number(operation, "count", count, 0, expected="a number of samples, 0 or more")
 
@@ -457,6 +458,12 @@ class BaseTrainer:
     _means: MeanLosses | None = None
     """The check of how the first backwards begin."""
     _is_changing: bool = False
+    _syncing: bool
+    """False within `no_sync`."""
+    _held_count: int
+    """Samples that earlier calls of `step` have counted for the next update."""
+    _holds_sums: bool
+    """True between `allreduce_grads` and `update`."""
     _places: Places
     """The arrays in which the trainer updates its parameters."""
     steps_together: bool = True
@@ -548,7 +555,31 @@ class BaseTrainer:
             MismatchError: some ranks have frozen a parameter by ``grad_req="null"`` and others have not, and the policy
                 does not let ranks use different parameters.
         """
+        with self._on_its_gpu():
+            count = _checked_count("step", count)
+            self._settle("step")
+            self._warn_of_mean_losses("step", count)
+            if not self._syncing:
+                self._held_count += count
+                return self._held_count
+            if count:
+                self._refuse_sums("step")
+            return self._step(count)
+
+    def _step(self, count: int) -> int:
         raise NotImplementedError
+
+    def _on_its_gpu(self) -> AbstractContextManager[object]:
+        """Make the GPU of the parameters, if they are on one, this thread's current GPU."""
+        return nullcontext()
+
+    def _refuse_sums(self, operation: str) -> None:
+        """Raise `StaleGradientError` between `allreduce_grads` and `update`."""
+        if self._holds_sums:
+            raise StaleGradientError(
+                operation, expected="gradients of this rank", got="gradients summed by allreduce_grads()",
+                remedy="call update(count), or step(0) to drop them",
+            )  # fmt: skip
 
     def allreduce_grads(self) -> None:
         """Make every parameter's ``grad``, on every rank, the sum over all ranks; `update` must follow.
@@ -559,6 +590,21 @@ class BaseTrainer:
             StaleGradientError: as `step`.
             ConfigError: the trainer is reproducible, or its store updates.
         """
+        with self._on_its_gpu():
+            self._settle("allreduce_grads")
+            self._require_own_sums("allreduce_grads")
+            self._refuse_sums("allreduce_grads")
+            began_ns = time.perf_counter_ns()
+            self._sum_gradients()
+            self._account(began_ns)
+
+    def _require_own_sums(self, operation: str) -> None:
+        """Raise `ConfigError` where `step` alone can sum gradients."""
+
+    def _sum_gradients(self) -> None:
+        raise NotImplementedError
+
+    def _account(self, began_ns: int) -> None:
         raise NotImplementedError
 
     def update(self, count: int) -> int:
@@ -570,6 +616,19 @@ class BaseTrainer:
         Returns:
             The global count; if it is 0, nothing is updated.
         """
+        with self._on_its_gpu():
+            self._settle("update")
+            self._require_own_sums("update")
+            if not self._holds_sums:
+                raise StaleGradientError(
+                    "update", expected="gradients summed by allreduce_grads()", got="gradients of this rank alone",
+                    remedy="call allreduce_grads() before, or step(count) instead",
+                )  # fmt: skip
+            held = _checked_count("update", count) + self._held_count
+            self._warn_of_mean_losses("update", count)
+            return self._update_from_sums(held)
+
+    def _update_from_sums(self, held: int) -> int:
         raise NotImplementedError
 
     def graph_update(self, leaves: Sequence[Any]) -> GraphUpdate | None:

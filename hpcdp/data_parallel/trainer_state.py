@@ -7,7 +7,7 @@ parts of them. Checkpoints save and restore them on any number of ranks, with an
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,11 @@ import numpy as np
 
 from ..comm import Communicator, World
 from ..comm.communicator import join_parts
-from ..compression import Compression
 from ..core import files
-from ..core.arrays import Array, from_host, to_host
+from ..core.arrays import Array, to_host
 from ..core.state import Cut, Part, Sharded, cut_of, take
 from ..errors import DataError, warn
-from .buckets import Slot
+from .buckets import Bucket, Slot
 from .reducer import Reducer
 from .sharded_update import UpdateStrategy
 
@@ -36,46 +35,23 @@ def warn_of_lost_residuals() -> None:
     warn("what compression had not sent yet is lost: nothing is compressed here")
 
 
-def gather_residuals(reducer: Reducer, number: int) -> np.ndarray:
-    """Return the residuals of bucket ``number`` of all nodes on rank 0; every rank must call.
+def gather_residuals(reducer: Reducer, bucket: Bucket) -> np.ndarray:
+    """Return the residuals of a bucket of all nodes on rank 0; every rank must call.
 
     Returns:
         On rank 0 an array of shape ``(nodes, elements)``, on other ranks ``(0, elements)``.
     """
-    world, bucket, coder = reducer.world, reducer.buckets[number], reducer.coder
-    nodes = max(world.comm.allgather_json(1 if coder is None else coder.comm.size))
-    rows = []
+    world, own, rows = reducer.world, reducer.residual(bucket), []
+    nodes, count = own.shape
     for node in range(nodes):  # one node at a time: all residuals together are one model a node
-        row = np.zeros(bucket.mine.shape[0], bucket.mine.dtype)
-        if coder is not None and coder.feedback and coder.comm.rank == node:
-            row[slice(*coder.columns(number))] = to_host(coder.feedback[number].residual)
+        row = np.zeros(count, own.dtype)
+        for part in own.parts if own.parts and own.parts[0].first // count == node else ():
+            first = part.first - node * count
+            row[first : first + part.values.shape[0]] = to_host(part.values)
         world.comm.native_reduce(row.view(f"u{row.dtype.itemsize}"), "sum", 0)
         if world.rank == 0:
             rows.append(row)
-    return np.array(rows, bucket.mine.dtype).reshape(len(rows), bucket.mine.shape[0])
-
-
-def give_residuals(reducer: Reducer, saved: Mapping[str, np.ndarray | None]) -> None:
-    """Set the residuals of the nodes to ``saved`` ones; with another number of nodes each gets an equal share.
-
-    Args:
-        reducer: the reducer whose residuals change in place.
-        saved: residuals by parameter, of shape ``(nodes, *shape)``; None: zero.
-    """
-    coder = reducer.coder
-    if coder is None or not coder.feedback:
-        if reducer.world.rank == 0 and any(rows is not None and rows.any() for rows in saved.values()):
-            warn_of_lost_residuals()
-        return
-    size = coder.comm.size
-    for bucket, feedback in zip(reducer.buckets, coder.feedback, strict=True):
-        flat = np.zeros(bucket.mine.shape[0], bucket.mine.dtype)
-        for slot in bucket.slots:
-            rows = saved.get(slot.name)
-            if rows is not None:
-                own = rows[coder.comm.rank] if len(rows) == size else rows.sum(axis=0) / size
-                flat[slot.offset : slot.offset + slot.count] = own.reshape(-1)
-        feedback.residual[...] = from_host(flat[slice(*coder.columns(bucket.number))], feedback.residual)
+    return np.array(rows, own.dtype).reshape(len(rows), count)
 
 
 def optimizer_states(owner: UpdateStrategy, reducer: Reducer) -> dict[str, dict[str, Sharded]]:
@@ -100,26 +76,26 @@ def optimizer_states(owner: UpdateStrategy, reducer: Reducer) -> dict[str, dict[
     return {slot.name: states[slot.name] for slot in reducer.layout.slots if slot.name in states}
 
 
-def residuals(reducer: Reducer, compression: Compression | None) -> dict[str, Sharded]:
+def residuals(reducer: Reducer) -> dict[str, Sharded]:
     """Return the residuals by parameter, of shape ``(nodes, *shape)``; empty where nothing is compressed.
 
-    Parts are views of the arrays of the `Coder`.
+    Parts are views.
     """
-    coder = reducer.coder
-    nodes, node = (reducer.world.num_nodes, 0) if coder is None else (coder.comm.size, coder.comm.rank)
-    if compression is None or nodes == 1:
-        return {}
-    tensors = {}
-    for slot in reducer.layout.slots:
-        bucket = reducer.buckets[slot.bucket]
+    tensors: dict[str, Sharded] = {}
+    for slot in reducer.layout.slots if reducer.keeps_unsent else ():
+        whole = reducer.residual(reducer.buckets[slot.bucket])
+        nodes, count = whole.shape
+        if nodes == 1:
+            return {}
         parts = []
-        if coder is not None:
-            parts = _parts(slot, coder.feedback[slot.bucket].residual, coder.columns(slot.bucket))
-        parts = [Part(node * slot.count + part.first, part.values) for part in parts]
-        own = Sharded((nodes, *slot.shape), np.dtype(bucket.mine.dtype), parts, shares=True)
+        for part in whole.parts:
+            node, first = divmod(part.first, count)
+            of_slot = _parts(slot, part.values, (first, first + part.values.shape[0]))
+            parts += [Part(node * slot.count + own.first, own.values) for own in of_slot]
+        tensor = Sharded((nodes, *slot.shape), whole.dtype, parts, shares=True)
         cut = cut_of(reducer.params[slot.name])
         shifted = None if cut is None else replace(cut, axis=cut.axis + 1)
-        tensors[slot.name] = _of_whole(own, shifted, reducer.world.part_comm)
+        tensors[slot.name] = _of_whole(tensor, shifted, reducer.world.part_comm)
     return tensors
 
 
@@ -157,65 +133,61 @@ def joined(tensor: Sharded, world: World) -> np.ndarray:
     return whole.reshape(tensor.shape)
 
 
-def regrouped(rows: np.ndarray, nodes: int) -> np.ndarray:
-    """Return residuals for another number of nodes, each with an equal share; unchanged for the same number.
+def regrouped(reducer: Reducer, saved: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return residuals for the reducer's number of nodes, each with an equal share where the number was another.
 
     Args:
-        rows: the residuals, shape ``(saved nodes, *shape)``.
-        nodes: the number of rows of the result.
+        reducer: the trainer's reducer.
+        saved: residuals by parameter, of shape ``(saved nodes, *shape)``; those that are zero are left out.
     """
-    return rows if len(rows) == nodes else np.broadcast_to(rows.sum(axis=0) / nodes, (nodes, *rows.shape[1:]))
+    nodes = max((reducer.residual(bucket).shape[0] for bucket in reducer.buckets), default=1)
+    return {
+        name: rows if len(rows) == nodes else np.broadcast_to(rows.sum(axis=0) / nodes, (nodes, *rows.shape[1:]))
+        for name, rows in saved.items()
+        if rows.any()
+    }
 
 
-def named_tensors(owner: UpdateStrategy, reducer: Reducer, compression: Compression | None) -> dict[str, Sharded]:
-    """Return the tensors of a file of states, by ``"<parameter>/<name>"``."""
-    states = optimizer_states(owner, reducer)
-    tensors = {f"{name}/{key}": tensor for name, own in states.items() for key, tensor in own.items()}
-    unsent = residuals(reducer, compression)
-    return tensors | {f"{name}/{RESIDUAL}": tensor for name, tensor in unsent.items()}
-
-
-def take_tensors(
-    reducer: Reducer,
-    compression: Compression | None,
-    own: Mapping[str, Mapping[str, Sharded]],
-    saved: Mapping[str, Any],
-    unsent: Mapping[str, Any],
-) -> None:
-    """Fill this rank's parts of the optimizer's state and of the residuals from a saved state.
-
-    Args:
-        reducer: the trainer's reducer, whose residuals change in place.
-        compression: the trainer's compression.
-        own: the optimizer's state by parameter and name, changed in place.
-        saved: saved tensors by parameter and name.
-        unsent: saved residuals by parameter, of shape ``(nodes, *shape)``.
-    """
+def take_states(own: Mapping[str, Mapping[str, Sharded]], saved: Mapping[str, Any]) -> None:
+    """Fill this rank's parts of the optimizer's state in place from saved tensors, both by parameter and name."""
     for name, tensors in own.items():
         for key, tensor in tensors.items():
             take(f"{name}/{key}", tensor, saved[name][key])
-    own_residuals = residuals(reducer, compression)
-    for name, tensor in own_residuals.items():
-        if name in unsent:
-            take(f"{name}/{RESIDUAL}", tensor, unsent[name])
+
+
+def take_residuals(reducer: Reducer, saved: Mapping[str, Any]) -> None:
+    """Fill this rank's parts of the residuals in place.
+
+    Args:
+        reducer: the trainer's reducer.
+        saved: saved residuals by parameter, of shape ``(nodes, *shape)`` for this number of nodes; others are zero.
+    """
+    own = residuals(reducer)
+    for name, tensor in own.items():
+        if name in saved:
+            take(f"{name}/{RESIDUAL}", tensor, saved[name])
             continue
         for part in tensor.parts:  # nothing was left unsent
             part.values[...] = 0
-    if unsent and not own_residuals and reducer.world.rank == 0:
+    if saved and not own and reducer.world.rank == 0:
         warn_of_lost_residuals()
 
 
 def read_states(
-    path: Path, optimizer: str, virtual_shards: int | None, owner: UpdateStrategy, reducer: Reducer
+    path: Path,
+    optimizer: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    states: Mapping[str, Iterable[str]],
+    virtual_shards: int | None = None,
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Return header and arrays of a file of `Trainer.save_states`.
 
     Args:
         path: the file.
         optimizer: the name of the trainer's rule.
+        shapes: the shapes of the trainer's parameters.
+        states: the names of the optimizer's state by parameter.
         virtual_shards: their number; None where the trainer is not reproducible.
-        owner: the trainer's update strategy.
-        reducer: the trainer's reducer.
 
     Raises:
         DataError: the file is missing, damaged or of another model or optimizer.
@@ -231,9 +203,7 @@ def read_states(
             "load_states", where=path, expected=f"states of {virtual_shards} virtual shards",
             got=f"states of {num_shards}", remedy=f"Trainer(reproducible=True, virtual_shards={num_shards})",
         )  # fmt: skip
-    own = optimizer_states(owner, reducer)
-    expected = {f"{name}/{key}": tensor.shape for name, states in own.items() for key, tensor in states.items()}
-    shapes = {slot.name: slot.shape for slot in reducer.layout.slots}
+    expected = {f"{name}/{key}": shape for name, shape in shapes.items() for key in states.get(name, ())}
     for name, array in arrays.items():  # residuals of any number of nodes
         param, _, key = name.rpartition("/")
         if key == RESIDUAL and param in shapes and array.ndim:

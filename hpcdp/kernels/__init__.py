@@ -120,18 +120,16 @@ def _take_turn(held: contextlib.ExitStack, is_kept: Callable[[], bool]) -> None:
     folder = compiled_dir()
     if not _all_kept or not _has_room(folder):  # then every process compiles
         return
-    _say_once(
-        "compiling kernels that are new on this machine, as they are needed; set HPCDP_CACHE_DIR to keep them elsewhere"
-    )
+    _say_once("compiling kernels that are new on this machine, for up to two minutes")
     try:
         lock = held.enter_context((folder / "compile.lock").open("a"))
-        if _has_turn(lock, folder, is_kept):  # unlock explicitly: a process forked meanwhile would keep the lock
+        if _has_turn(lock, is_kept):  # unlock explicitly: a process forked meanwhile would keep the lock
             held.callback(fcntl.flock, lock, fcntl.LOCK_UN)
     except OSError as error:
         not_kept(folder, error)
 
 
-def _has_turn(lock: IO[str], folder: Path, is_kept: Callable[[], bool]) -> bool:
+def _has_turn(lock: IO[str], is_kept: Callable[[], bool]) -> bool:
     """Wait for the lock, until another process has compiled the kernel, or until the time limit."""
     global _queues
     began = time.monotonic()
@@ -145,7 +143,7 @@ def _has_turn(lock: IO[str], folder: Path, is_kept: Callable[[], bool]) -> bool:
             return False
         waited = time.monotonic() - began
         if waited > _PATIENCE_S:
-            _say_once(f"another process is compiling kernels ({folder}); waiting")
+            _say_once("waiting for another rank or job, which is compiling kernels")
         _queues = waited < _LIMIT_S  # do not wait again, for other modules, for a stuck process
         time.sleep(_NAP_S)
     return False

@@ -31,7 +31,7 @@ from ..core.arrays import (
     words,
 )
 from ..core.checks import whole_number
-from ..core.devices import lie_together, to_device_of
+from ..core.devices import Device, lie_together, to_device_of
 from ..engine import Variable
 from ..errors import ConfigError, HpcdpError, UnsupportedError, type_named
 from ..kernels import kernels_for
@@ -250,17 +250,16 @@ def checked_rows(operation: str, row_ids: Any, shape: tuple[int, ...]) -> np.nda
     return np.unique(rows).astype(np.int64)
 
 
-def _is_list(x: Any) -> bool:
-    return isinstance(x, list | tuple) or getattr(x, "ndim", 0) == 1
-
-
 def rows_of_each(row_ids: Any, count: int) -> list[Any]:
     """Return the row numbers of each of ``count`` arrays, from a list of as many lists or arrays, or one for all.
 
     Raises:
         ConfigError: the number of lists is not ``count``.
     """
-    if not (isinstance(row_ids, list | tuple) and row_ids and all(map(_is_list, row_ids))):
+    is_list_of_lists = isinstance(row_ids, list | tuple) and all(
+        isinstance(rows, list | tuple) or getattr(rows, "ndim", 0) == 1 for rows in row_ids
+    )
+    if not (is_list_of_lists and row_ids):
         return [row_ids] * count
     if len(row_ids) != count:
         expected = f"rows for {'each of ' if count > 1 else ''}{count} array{'s' if count > 1 else ''}, or for all"
@@ -304,6 +303,18 @@ def check_storable(values: Mapping[Key, Array]) -> None:
             expected = f"an array of {', '.join(map(str, STORABLE))}"
             got = value.dtype.name if is_bfloat16(value) else value.dtype.str
             raise UnsupportedError("init", where=f"key {key!r}", expected=expected, got=got)
+
+
+def check_one_gpu(values: Mapping[Key, Array]) -> None:
+    """Raise `UnsupportedError` unless all ``values`` are on one GPU."""
+    devices = {key: Device.of(value) for key, value in values.items()}
+    first = next(iter(devices.values()), None)
+    odd = next((key for key, device in devices.items() if device != first), None)
+    if odd is not None:
+        raise UnsupportedError(
+            "init", where=f"key {odd!r}", expected=f"an array on {first}, like the other keys",
+            got=f"an array on {devices[odd]}",
+        )  # fmt: skip
 
 
 def check_array(operation: str, key: Key, value: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:
@@ -353,11 +364,6 @@ class Entry:
     """Bytes saved by compression of these pushes."""
     number: int = 0
     """Number of the key in its store, where workers push together."""
-
-    @property
-    def plain_nbytes(self) -> int:
-        """Bytes of this worker's pushes without compression."""
-        return self.pushes * int(self.stored.nbytes)
 
     def count(self, sent_nbytes: int | None = None) -> None:
         """Count a push of ``sent_nbytes`` bytes; None without compression."""

@@ -16,6 +16,7 @@ import contextlib
 import copy
 import json
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -27,6 +28,7 @@ from ..comm import World
 from ..comm.communicator import Steps
 from ..comm.consistency import require_same
 from ..comm.tasks import ProgressEngine, run_until_complete
+from ..comm.thread_comm import ThreadCommunicator
 from ..comm.watchdog import nobody
 from ..compression import Compression
 from ..core.arrays import Array
@@ -35,14 +37,12 @@ from ..data_parallel.overlap import COMMUNICATION, CommunicationLane, SendPriori
 from ..engine import Variable
 from ..errors import ConfigError
 from ..optim import Optimizer, Schedule
-from . import handlers
 from .arguments import Entry, Key, PullHandle, can_wait, checked_integer, merged
-from .client import Own, StateTransfer, Transfer
-from .handlers import Replay, Requests, Table, no_updater, require_same_by_name
-from .protocol import AWAY, BACK, NO_STATE, VALUE, Message, MessageKind
-from .server import Server
-from .store import WorldStore
-from .updaters import ByOptimizer, Function, Rate, Updater, check_codable, name_of, rate_of
+from .client import Own, Transfer
+from .handlers import AWAY, BACK, Requests, Table, no_updater, require_same_by_name
+from .server import NO_STATE, VALUE, Message, MessageKind, Server
+from .store import WorldStore, residuals_of
+from .updaters import ByOptimizer, Function, Rate, Updater, name_of, rate_of
 
 
 class AsyncStore(WorldStore):
@@ -98,7 +98,7 @@ class AsyncStore(WorldStore):
             self._table.strangers = self._server.comm
         if self._replay is not None:
             self._shared = self._replay.share(world, self._table)
-        self._transfer = StateTransfer(self._table, number, self._server, world.rank)
+        self._transfer = Transfer(self._table, number, self._server, world.rank)
         group.comm.barrier()
 
     def _command(self, do: str, **arguments: Any) -> None:
@@ -112,7 +112,7 @@ class AsyncStore(WorldStore):
         self._check_new(values)
         described = [(key, tuple(value.shape), value.dtype.str) for key, value in values.items()]
         self._command("make", described=described)
-        handlers.make(self._table, described, [np.array(value, order="C") for value in values.values()])
+        self._table.make(described, [np.array(value, order="C") for value in values.values()])
         for key in values:
             item = self._table.items[key]
             like = np.broadcast_to(np.zeros((), item.dtype), item.shape)
@@ -123,7 +123,7 @@ class AsyncStore(WorldStore):
     def _assign(self, values: dict[Key, Array]) -> None:
         self._check_assigned(values)
         self._command("assign", keys=list(values))
-        handlers.assign(self._table, list(values), [np.array(value, order="C") for value in values.values()])
+        self._table.overwrite(list(values), [np.array(value, order="C") for value in values.values()])
 
     def set_updater(self, updater: Function) -> None:
         """See `KVStore.set_updater`."""
@@ -157,17 +157,16 @@ class AsyncStore(WorldStore):
     def _install(self, described: dict[str, Any], find: Callable[[], Updater]) -> None:
         self._settle()
         self._command("update", described=described)
-        handlers.set_updater(self._table, find)
+        self._table.find_updater(find)
         self._sent_schedule = self._table.schedule
 
     def _compress(self, compression: Compression | None) -> None:
         settings = "" if compression is None else str(compression)
         self._settle()  # pushes under way are decoded with the settings that encoded them
         require_same(self._world.comm, "set_gradient_compression", [settings], "pass the same on all ranks")
-        if compression is not None:
-            check_codable("set_gradient_compression", ((key, entry.stored) for key, entry in self._entries.items()))
+        self._check_codable(compression)
         self._command("compress", settings=settings)
-        handlers.compress(self._table, compression)
+        self._table.compress(compression)
         self._compression = compression
         for own in self._own.values():
             own.compress(compression)
@@ -189,7 +188,7 @@ class AsyncStore(WorldStore):
         if self._table.updater is None:
             raise no_updater("push")
         own, rate = self._own[entry.key], self._rate()
-        entry.count(own.codes_nbytes)
+        entry.count(None if own.codes is None else own.codes.sent_nbytes)
         if self._replay is not None:
             with self._replay.turn(self.rank, lambda: self._may_push_anywhere(entry.key)):
                 run_until_complete(self._transfer.push(own, merged(arrays).reshape(-1), rate, out, None))
@@ -355,8 +354,7 @@ class AsyncStore(WorldStore):
         return self._transfer.read_state(self._own[entry.key].item, NO_STATE)[1]
 
     def _residuals_of(self, entry: Entry) -> list[Part]:
-        own = self._own[entry.key]
-        return [Part(part.first, each.residual) for part, each in zip(own.item.parts, own.feedback, strict=False)]
+        return residuals_of(self._own[entry.key].codes)
 
     def _put(self, entry: Entry, values: Any, states: Mapping[str, Any], updates: int | None) -> None:
         item = self._own[entry.key].item
@@ -379,3 +377,98 @@ def _let_go(transfer: Transfer, replay: Replay | None, worker: int) -> None:
     transfer.leave()
     if replay is not None:
         replay.end(worker)
+
+
+_FAILURE_CHECK_S = 0.2
+"""Seconds between two checks whether another worker has failed."""
+
+
+class Replay:
+    """A seeded order of the operations of thread workers; use `of`.
+
+    Args:
+        world: the world of one of the workers.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._random = np.random.default_rng()
+        self._check = world.node_memory.check
+        self._stores = [0] * world.size
+        """Number of stores of each worker."""
+        self._away: set[int] = set()
+        self._asking: dict[int, Callable[[], bool]] = {}
+        self._chosen: int | None = None
+        self._changed = threading.Condition()
+
+    @classmethod
+    def of(cls, world: World, seed: int | None) -> Replay | None:
+        """Return the one of all asynchronous stores of ``world``, which the first seed makes; every rank must call.
+
+        Raises:
+            ConfigError: the workers are processes, or there are servers.
+        """
+        kept: Replay | None = world.kept.get(cls)
+        if seed is None:
+            return kept
+        if not isinstance(world.comm, ThreadCommunicator) or world.whole is not None:
+            got = f"{world.library} ranks" if world.whole is None else "a world with servers"
+            raise ConfigError(
+                "kvstore", where="replay", expected="thread ranks, by hpcdp.comm.thread_comm.run", got=got
+            )
+        if kept is None:
+            made: list[Replay | None] = world.comm.meet(cls(world) if world.rank == 0 else None)
+            kept = world.kept[cls] = made[0]
+            assert kept is not None
+        if world.rank == 0:
+            kept._random = np.random.default_rng(seed)
+        return kept
+
+    def share(self, world: World, table: Table) -> list[Table]:
+        """Register a store of each worker, and return all workers' tables of it, for the clocks of all keys."""
+        assert isinstance(world.comm, ThreadCommunicator)
+        with self._changed:
+            self._stores[world.rank] += 1
+        return world.comm.meet(table)
+
+    @contextlib.contextmanager
+    def turn(self, worker: int, may_act: Callable[[], bool]) -> Iterator[None]:
+        """Wait for this worker's turn, in which no other acts; it does not come before ``may_act()``."""
+        with self._changed:
+            self._asking[worker] = may_act
+            self._choose()
+            while self._chosen != worker:
+                self._changed.wait(_FAILURE_CHECK_S)
+                self._check()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._chosen = None
+                self._choose()
+
+    @contextlib.contextmanager
+    def meeting(self, worker: int) -> Iterator[None]:
+        """Exclude this worker, which waits for all others, from the order in this context; all workers must enter."""
+        with self._changed:
+            self._away.add(worker)
+            self._choose()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._away.discard(worker)
+
+    def end(self, worker: int) -> None:
+        """Unregister a store of this worker, which leaves the order after its last one."""
+        with self._changed:
+            self._stores[worker] -= 1
+            self._choose()
+
+    def _choose(self) -> None:
+        active = {worker for worker, stores in enumerate(self._stores) if stores} - self._away
+        if self._chosen is None and active and active <= self._asking.keys():
+            able = [worker for worker in sorted(self._asking) if self._asking[worker]()]
+            if able:
+                self._chosen = able[int(self._random.integers(len(able)))]
+                del self._asking[self._chosen]
+                self._changed.notify_all()

@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,16 +19,15 @@ import numpy as np
 from ..comm import Request
 from ..comm.communicator import PolledRequest, Steps
 from ..comm.tasks import run_until_complete
-from ..compression import Compression, ErrorFeedback
+from ..compression import Compression
 from ..core.arrays import Array
 from ..core.state import Part, Sharded
 from ..data_parallel.overlap import SendPriority
 from ..errors import HpcdpError, MismatchError, to_stderr
 from ..optim import Schedule
-from .handlers import Delay, Item, Table, take
-from .protocol import AWAY, NO_STATE, VALUE, Change, Message, MessageKind, ShmValue
-from .server import PendingRequest, Server
-from .updaters import Rate, state_dtype
+from .handlers import AWAY, Change, Delay, Item, ShmValue, Table, take
+from .server import NO_STATE, VALUE, Message, MessageKind, PendingRequest, Server
+from .updaters import Codes, Rate, state_dtype
 
 
 @dataclass
@@ -51,29 +50,21 @@ class Own:
     item: Item
     seen: int = 0
     """Version of the last pull, plus own pushes since."""
-    feedback: list[ErrorFeedback] = field(default_factory=list)
-    """Encoders of the parts, with compression."""
+    codes: Codes | None = None
+    """Encoder, with compression."""
 
     def compress(self, compression: Compression | None) -> None:
         """Set the compression of later pushes."""
-        counts = [part.last - part.first for part in self.item.parts]
-        made = [] if compression is None else [compression.for_array(count, self.item.dtype) for count in counts]
-        self.feedback = made
+        ends = [0, *(part.last for part in self.item.parts)]
+        self.codes = None if compression is None else Codes(compression, ends, self.item.dtype)
 
-    @property
-    def codes_nbytes(self) -> int | None:
-        """Bytes of a push's codes; None without compression."""
-        return sum(part.nbytes(part.residual.size) for part in self.feedback) if self.feedback else None
-
-    def encoded(self, number: int, value: np.ndarray) -> np.ndarray:
-        """Return part ``number`` of a flat value, encoded with compression."""
-        part = self.item.parts[number]
-        piece = value[part.first : part.last]
-        if not self.feedback:
-            return piece
-        codes = np.empty(self.feedback[number].nbytes(piece.size), np.uint8)
-        self.feedback[number].encode(piece, slice(0, piece.size), codes)
-        return codes
+    def encoded(self, value: np.ndarray) -> list[np.ndarray]:
+        """Return the parts of a flat value, encoded with compression."""
+        if self.codes is None:
+            return [value[part.first : part.last] for part in self.item.parts]
+        wire = np.empty(self.codes.nbytes, np.uint8)
+        self.codes.encode(value, wire)
+        return [wire[place] for place in self.codes.places]
 
 
 class _First:
@@ -162,18 +153,19 @@ class Transfer:
         kind = MessageKind.PUSH if out is None else MessageKind.PUSHPULL
         flat = None if out is None else _flat(out)
         asked: list[tuple[_Place, PendingRequest]] = []
+        encoded = own.encoded(value)
         for number, (part, cell) in enumerate(zip(item.parts, item.cells, strict=True)):
             if cell is None:
                 message = self._message(kind, item, number, ticket=ticket)
                 message.rate = math.nan if isinstance(rate, Schedule) else rate
-                message.payload, message.coded = own.encoded(number, value), bool(own.feedback)
+                message.payload, message.coded = encoded[number], own.codes is not None
                 asked.append((_Place(item, number), self._ask(part.server, message, item)))
         version, failure = 0, _First()
         for number, (part, cell) in enumerate(zip(item.parts, item.cells, strict=True)):
             if cell is None:
                 continue
-            received = own.encoded(number, value)
-            if own.feedback:
+            received = encoded[number]
+            if own.codes is not None:
                 received = table.decoded(item, number, received)
             change = table.change(item, number, received, rate)
             if flat is not None:
@@ -358,31 +350,7 @@ class Transfer:
                 by_home.setdefault(table.homes[rank], rank)
         return list(by_home.values())
 
-
-def _flat(x: Array) -> np.ndarray:
-    """Return a flat view of ``x``, or a new array of its size where it is not contiguous."""
-    return x.reshape(-1) if x.flags.c_contiguous else np.empty(x.size, x.dtype)
-
-
-def _put_back(flat: np.ndarray, x: Array) -> None:
-    if not x.flags.c_contiguous:
-        x[...] = flat.reshape(x.shape)
-
-
-def _and_copy(change: Change, place: np.ndarray) -> Change:
-    def both(flat: np.ndarray) -> None:
-        change(flat)
-        place[:] = flat
-
-    return both
-
-
-def _turn_of(cell: ShmValue, ticket: int) -> PolledRequest:
-    return PolledRequest(lambda: cell.turn == ticket)
-
-
-class StateTransfer(Transfer):
-    """A `Transfer` that also reads and writes whole states, for which the workers meet first."""
+    # Whole states, for which the workers meet first
 
     def read_state(self, item: Item, which: int) -> tuple[np.ndarray, int]:
         """Return an optimizer state of a key, in the key's shape, and the key's number of updates."""
@@ -393,7 +361,10 @@ class StateTransfer(Transfer):
                 answer = self._ask_and_wait(part.server, message)
                 steps, state = answer.number, answer.payload
             else:
-                steps, state = cell.steps, None if which == NO_STATE else cell.states[sorted(cell.states)[which]]
+                steps, state = (
+                    int(cell.steps[0]),
+                    None if which == NO_STATE else cell.states[sorted(cell.states)[which]],
+                )
             if state is not None and which != NO_STATE:
                 whole[part.first : part.last] = state
         return whole.reshape(item.shape), steps
@@ -440,6 +411,28 @@ class StateTransfer(Transfer):
                 whole = self.read_state(item, which)[0]
             parts.append(Part(0, whole.reshape(-1)))
         return Sharded(item.shape, dtype, parts)
+
+
+def _flat(x: Array) -> np.ndarray:
+    """Return a flat view of ``x``, or a new array of its size where it is not contiguous."""
+    return x.reshape(-1) if x.flags.c_contiguous else np.empty(x.size, x.dtype)
+
+
+def _put_back(flat: np.ndarray, x: Array) -> None:
+    if not x.flags.c_contiguous:
+        x[...] = flat.reshape(x.shape)
+
+
+def _and_copy(change: Change, place: np.ndarray) -> Change:
+    def both(flat: np.ndarray) -> None:
+        change(flat)
+        place[:] = flat
+
+    return both
+
+
+def _turn_of(cell: ShmValue, ticket: int) -> PolledRequest:
+    return PolledRequest(lambda: cell.turn == ticket)
 
 
 def _copied(cell: ShmValue, which: int) -> np.ndarray:

@@ -18,8 +18,7 @@ from ..errors import ConfigError
 from .arguments import KINDS, Entry, Key, PullHandle, carry, check_storable, fill, like, merged, sum_into
 from .asynchronous import AsyncStore
 from .device_sync import DeviceSyncStore
-from .store import KVStore
-from .store_state import residuals_of
+from .store import KVStore, residuals_of
 from .sync import SyncStore
 from .updaters import ByOptimizer, Codes, check_codable
 
@@ -84,8 +83,7 @@ class LocalStore(KVStore):
             carry(value, self._entries[key].stored)
 
     def _compress(self, compression: Compression | None) -> None:
-        if compression is not None:
-            check_codable("set_gradient_compression", ((key, entry.stored) for key, entry in self._entries.items()))
+        self._check_codable(compression)
         self._compression, self._codes = compression, {}
         for key in self._entries:
             self._code(key)

@@ -1,46 +1,229 @@
-"""The table of an asynchronous store's keys, handlers of requests for them, and collective operations on it.
+"""The keys of an asynchronous store, and handlers of requests for them.
 
+- `Placement` depends only on the order in which keys are made. A small key is kept by the server with the fewest bytes.
+  A large key is split into equal parts, one for each server, to balance their load (Li et al., "Scaling distributed
+  machine learning with the parameter server", 2014, section 4.2, which places by hashes, less evenly).
+- `ShmValue`: a part of a key in a node's memory, which every rank there changes under a lock. A counter is odd during a
+  change: the kernel frees the lock of a rank that dies, and the next rank sees that the value is incomplete.
 - `Table`: the keys, which workers and servers all hold. A rank accesses the parts in its node's memory directly, and
-  sends requests for the others to their server.
+  sends requests for the others to their server. Workers call its collective methods, and servers by command.
 - `Delay`: bounded staleness. A push that leads by too much waits. Source: Ho et al., "More effective distributed ML via
   a stale synchronous parallel parameter server", 2013.
-- `Replay`: a seeded order of all workers' operations. Every worker waits before each operation until all others wait,
-  too, or have ended; then the seed chooses the next one. So a run can be repeated.
 - `Requests`: handlers of requests from other nodes, which check a request before they change anything.
-- `make`, `assign`, `set_updater`, `compress`: collective operations, which workers call and servers run by command.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import importlib
+import itertools
 import json
 import math
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..comm import Communicator, World
-from ..comm.communicator import short_name_of
+from ..comm.communicator import bounds, short_name_of
 from ..comm.consistency import on_every_rank
-from ..comm.shared_memory import NodeLocks
-from ..comm.thread_comm import ThreadCommunicator
+from ..comm.shared_memory import NodeLocks, NodeMemory
 from ..compression import Compression
-from ..errors import ConfigError, MismatchError
-from ..optim import Schedule, from_config
+from ..errors import ConfigError, HpcdpError, MismatchError
+from ..optim import Optimizer, Schedule, from_config
 from ..optim.schedules import schedule_from_config
 from .arguments import Key
-from .protocol import AWAY, BACK, NO_STATE, VALUE, Change, Message, MessageKind, Placement, ShmValue, ValuePart
-from .server import Attempt, Server
-from .sync_rounds import Pool
-from .updaters import ByFunction, ByOptimizer, Function, Rate, Updater, name_of, summary
+from .server import MOST_NBYTES, NO_STATE, VALUE, Attempt, Message, MessageKind
+from .sync import Pool
+from .updaters import ByFunction, ByOptimizer, Function, Rate, Updater, apply_rule, name_of, new_state, summary
+
+SPLIT_NBYTES = 4 << 20
+"""Least bytes of a key that is split: for smaller ones, ordering operations among servers costs more than it saves."""
+
+
+class ValuePart(NamedTuple):
+    """The elements ``first`` (included) to ``last`` (excluded) of a flat key, and their server."""
+
+    server: int
+    first: int
+    last: int
+
+
+class Placement:
+    """The assignment of keys to servers, in the order in which keys are made.
+
+    Args:
+        servers: ranks of the servers.
+        splits: whether large keys are split; on one node they are not, because all ranks share their memory.
+    """
+
+    def __init__(self, servers: Sequence[int], splits: bool) -> None:
+        self._servers, self._splits = list(servers), splits
+        self.nbytes = dict.fromkeys(servers, 0)
+        """Bytes that each server keeps."""
+
+    def place(self, count: int, itemsize: int, width: int = 1) -> list[ValuePart]:
+        """Return the parts of the next key in order, at least one, split between rows of ``width`` elements."""
+        num_parts = -(-count * itemsize // MOST_NBYTES) or 1
+        if self._splits and count * itemsize >= SPLIT_NBYTES:
+            num_parts = -(-num_parts // len(self._servers)) * len(self._servers)
+        num_rows = count // width
+        ends = [width * end for end in bounds(num_rows, min(num_parts, max(num_rows, 1)))]
+        parts = []
+        for first, last in itertools.pairwise(ends):
+            server = min(self._servers, key=self.nbytes.__getitem__)
+            self.nbytes[server] += (last - first) * itemsize
+            parts.append(ValuePart(server, first, last))
+        return parts
+
+
+_COUNT, _HOLDER, _STEPS, _TICKETS, _TURN, _NUMBERS = 0, 1, 2, 3, 4, 8
+
+
+AWAY = np.iinfo(np.int64).max
+"""Clock of a worker that is excluded from the staleness bound."""
+
+
+BACK = -1
+"""Clock number that restores the clock before `AWAY`."""
+
+
+Change = Callable[[np.ndarray], object]
+"""A function that changes a flat value in place."""
+
+
+class ShmValue:
+    """A part of a key in a node's shared memory; every rank of the node must make it, in the same order.
+
+    Args:
+        name: name of the key in errors.
+        memory: shared memory of the node.
+        locks: locks of the node.
+        lock: number of this part's lock.
+        count: number of elements.
+        dtype: dtype of the key.
+        num_workers: number of clocks.
+    """
+
+    def __init__(
+        self, name: str, memory: NodeMemory, locks: NodeLocks, lock: int, count: int, dtype: np.dtype, num_workers: int
+    ) -> None:
+        self.name = name
+        self.flat = memory.alloc((count,), dtype)
+        """The value, shape ``(count,)``."""
+        self.states: dict[str, np.ndarray] = {}
+        """Optimizer states by name, shape ``(count,)``."""
+        self.clocks = memory.alloc((num_workers,), np.int64)
+        """Number of pushes of each worker, or `AWAY`."""
+        self._clocks_before = memory.alloc((num_workers,), np.int64)
+        self._numbers = memory.alloc((_NUMBERS,), np.int64)
+        self.steps = self._numbers[_STEPS : _STEPS + 1]
+        """Number of updates by the optimizer, shape ``(1,)``."""
+        self._memory, self._locks, self._lock = memory, locks, lock
+
+    @property
+    def turn(self) -> int:
+        """Ticket of the next operation."""
+        return int(self._numbers[_TURN])
+
+    def ticket(self) -> int:
+        """Draw the next ticket, which orders the operations on a key of several parts in the same way on all parts."""
+        with self._locks.hold(self._lock):
+            self._numbers[_TICKETS] += 1
+            return int(self._numbers[_TICKETS]) - 1
+
+    def may_push(self, worker: int, staleness: int) -> bool:
+        """Return whether a worker leads by at most ``staleness`` pushes, or was excluded."""
+        clock = int(self.clocks[worker])
+        return clock == AWAY or clock - int(self.clocks.min()) <= staleness
+
+    def behind(self, worker: int, staleness: int) -> list[int]:
+        """Return the workers that are more than ``staleness`` pushes behind a worker."""
+        return np.flatnonzero(self.clocks < self.clocks[worker] - staleness).tolist()
+
+    def tick(self, worker: int) -> None:
+        """Count a push of a worker."""
+        if self.clocks[worker] == AWAY:  # back again: continue from the slowest worker's clock
+            others = self.clocks[self.clocks != AWAY]
+            self.clocks[worker] = others.min() if others.size else 0
+        self.clocks[worker] += 1
+
+    def set_clock(self, worker: int, number: int) -> None:
+        """Set a worker's clock to 0 or `AWAY`, or with `BACK` to its value before `AWAY`."""
+        if number == BACK and self.clocks[worker] == AWAY:
+            self.clocks[worker] = self._clocks_before[worker]
+        elif number != BACK:
+            if self.clocks[worker] != AWAY:
+                self._clocks_before[worker] = self.clocks[worker]
+            self.clocks[worker] = number
+
+    def change(self, change: Change, rank: int, ticketed: bool = False) -> int:
+        """Apply a push under the lock, and return the new version.
+
+        Raises:
+            HpcdpError: a rank died during an earlier change.
+        """
+        numbers = self._numbers
+        with self._locks.hold(self._lock):
+            try:
+                self._check()
+                numbers[_HOLDER] = rank
+                numbers[_COUNT] += 1
+                try:
+                    change(self.flat)
+                except BaseException:
+                    numbers[_COUNT] -= 1
+                    raise
+                numbers[_COUNT] += 1
+            finally:
+                numbers[_TURN] += ticketed
+            return int(numbers[_COUNT]) // 2
+
+    def update(self, rule: Optimizer, received: np.ndarray, flat: np.ndarray) -> None:
+        """Apply an optimizer's rule; to be called within `change`."""
+        self.steps += 1
+        try:
+            apply_rule(rule, flat, received, self.states, int(self.steps[0]))
+        except BaseException:
+            self.steps -= 1
+            raise
+
+    def read(self, take: Change, ticketed: bool = False) -> int:
+        """Call ``take(flat)``, which only reads, under the shared lock, and return the version that it sees.
+
+        Raises:
+            HpcdpError: as `change`.
+        """
+        with self._locks.hold(self._lock, shared=not ticketed):
+            try:
+                self._check()
+                take(self.flat)
+                return int(self._numbers[_COUNT]) // 2
+            finally:
+                self._numbers[_TURN] += ticketed
+
+    def write(self, place: np.ndarray, values: Any) -> None:
+        """Set `flat`, without a new version, or one of `states` or `steps`."""
+        with self._locks.hold(self._lock):
+            place[...] = values
+
+    def keep_states_of(self, rule: Optimizer) -> None:
+        """Allocate a rule's state, which is initially zero; every rank of the node must call."""
+        self.steps[:] = 0
+        like = new_state(rule, self.flat[:0])
+        self.states = {name: self._memory.alloc((self.flat.size,), like[name].dtype) for name in rule.state_names()}
+
+    def _check(self) -> None:
+        if self._numbers[_COUNT] % 2:
+            raise HpcdpError(
+                "key-value store", where=self.name, expected="a complete value",
+                got=f"a partly changed value: rank {self._numbers[_HOLDER]} died during its push",
+                remedy="start again from the last checkpoint",
+            )  # fmt: skip
+
 
 MOST_STEPS = 1 << 53
 _INT64 = np.iinfo(np.int64)
@@ -77,7 +260,7 @@ class Item:
 
 
 class Table:
-    """All keys of a store; every process makes it, and calls `make` and `set_updater` collectively.
+    """All keys of a store; every process makes it, and calls `make`, `overwrite`, `find_updater` and `compress`.
 
     Args:
         group: workers, then servers.
@@ -114,23 +297,35 @@ class Table:
         self._left = memory.alloc((memory.size,), np.int64)
 
     def make(self, described: Sequence[Described], values: Sequence[np.ndarray]) -> None:
-        """Make keys with initial ``values``, whose shapes may differ from the keys'."""
+        """Make keys with rank 0's ``values``; the arrays of other ranks are overwritten."""
+        self._broadcast(values)
         for (key, shape, dtype), value in zip(described, values, strict=True):
             kind = np.dtype(dtype)
             width = max(1, math.prod(shape[1:]))
             parts = self.placement.place(math.prod(shape), kind.itemsize, width)
             cells = [self._cell(key, part, kind) if self._is_near(part) else None for part in parts]
             item = Item(len(self.by_number), key, tuple(shape), kind, width, parts, cells)
-            self.assign(item, value)
+            self._assign(item, value)
             self.items[key] = item
             self.by_number.append(item)
             self._keep_states(item)
+        self.group.comm.barrier()
 
-    def assign(self, item: Item, value: np.ndarray) -> None:
-        """Overwrite a key by a value with as many elements; every process must call."""
+    def overwrite(self, keys: Sequence[Key], values: Sequence[np.ndarray]) -> None:
+        """Overwrite keys by rank 0's ``values``; the arrays of other ranks are overwritten."""
+        self._broadcast(values)
+        for key, value in zip(keys, values, strict=True):
+            self._assign(self.items[key], value)
+        self.group.comm.barrier()
+
+    def _broadcast(self, values: Sequence[np.ndarray]) -> None:
+        for value in values:
+            self.group.comm.native_broadcast(value.reshape(-1).view(np.uint8), 0)
+
+    def _assign(self, item: Item, value: np.ndarray) -> None:
         for part, cell in zip(item.parts, item.cells, strict=True):
             if cell is not None and self._memory.rank == 0:
-                cell.assign(value.reshape(-1)[part.first : part.last])
+                cell.write(cell.flat, value.reshape(-1)[part.first : part.last])
 
     def _is_near(self, part: ValuePart) -> bool:
         return self.homes[part.server] == self.own_home
@@ -140,8 +335,28 @@ class Table:
         count = part.last - part.first
         return ShmValue(f"key {key!r}", self._memory, self._locks, self._num_locks, count, dtype, self.num_workers)
 
-    def set_updater(self, updater: Updater) -> None:
-        """Set the updater of later pushes, and reset optimizer states."""
+    def find_updater(self, find: Callable[[], Updater]) -> None:
+        """Set the updater that ``find()`` returns, and reset optimizer states; every process must call.
+
+        Raises:
+            ConfigError: ``find()`` raised on a process; on all of them.
+        """
+        comm = self.group.comm
+        try:
+            updater = on_every_rank(comm, find)
+        except ConfigError as error:
+            if error.rank is not None:  # a rank of the group of workers and servers
+                error.operation, error.rank = f"{short_name_of(error.rank, self.num_workers)}: {error.operation}", None
+            raise
+        self._set_updater(updater)
+        comm.barrier()
+
+    def compress(self, compression: Compression | None) -> None:
+        """Set the compression of later pushes; every process must call."""
+        self.compression = compression
+        self.group.comm.barrier()
+
+    def _set_updater(self, updater: Updater) -> None:
         self.updater, self.schedules, self.schedule = updater, {}, None
         if isinstance(updater, ByOptimizer):
             flat, rule = np.zeros(1, np.float32), updater.optimizer
@@ -168,7 +383,6 @@ class Table:
             return lambda flat: cell.update(rule, received, flat)
         assert isinstance(updater, ByFunction)
         shape = (-1,) if item.in_order else item.shape
-
         return lambda flat: updater.update(item.key, received.reshape(shape), flat.reshape(shape))
 
     def rate(self, worker: int, sent: float) -> Rate:
@@ -228,7 +442,7 @@ class Table:
         if message.which == NO_STATE:
             if not 0 <= message.number < MOST_STEPS:
                 raise MismatchError("write a state", expected=f"0 to {MOST_STEPS} updates", got=message.number)
-            cell.set_steps(message.number)
+            cell.write(cell.steps, message.number)
             return
         is_value = message.which == VALUE
         name = "" if is_value else self.state_name(cell, message)
@@ -239,7 +453,7 @@ class Table:
         if is_value:
             cell.change(lambda place: np.copyto(place, values), self.group.rank)
         else:
-            cell.write_state(name, values)
+            cell.write(cell.states[name], values)
 
     def set_clocks(self, worker: int, number: int) -> None:
         """Set a worker's clock of all keys whose first part is on this node: see `ShmValue.set_clock`."""
@@ -355,101 +569,6 @@ class Delay:
         return self._cell.behind(self.worker, self._table.staleness or 0)
 
 
-_FAILURE_CHECK_S = 0.2
-"""Seconds between two checks whether another worker has failed."""
-
-
-class Replay:
-    """A seeded order of the operations of thread workers; use `of`.
-
-    Args:
-        world: the world of one of the workers.
-    """
-
-    def __init__(self, world: World) -> None:
-        self._random = np.random.default_rng()
-        self._check = world.node_memory.check
-        self._stores = [0] * world.size
-        """Number of stores of each worker."""
-        self._away: set[int] = set()
-        self._asking: dict[int, Callable[[], bool]] = {}
-        self._chosen: int | None = None
-        self._changed = threading.Condition()
-
-    @classmethod
-    def of(cls, world: World, seed: int | None) -> Replay | None:
-        """Return the one of all asynchronous stores of ``world``, which the first seed makes; every rank must call.
-
-        Raises:
-            ConfigError: the workers are processes, or there are servers.
-        """
-        kept: Replay | None = world.kept.get(cls)
-        if seed is None:
-            return kept
-        if not isinstance(world.comm, ThreadCommunicator) or world.whole is not None:
-            got = f"{world.library} ranks" if world.whole is None else "a world with servers"
-            raise ConfigError(
-                "kvstore", where="replay", expected="thread ranks, by hpcdp.comm.thread_comm.run", got=got
-            )
-        if kept is None:
-            made: list[Replay | None] = world.comm.meet(cls(world) if world.rank == 0 else None)
-            kept = world.kept[cls] = made[0]
-            assert kept is not None
-        if world.rank == 0:
-            kept._random = np.random.default_rng(seed)
-        return kept
-
-    def share(self, world: World, table: Table) -> list[Table]:
-        """Register a store of each worker, and return all workers' tables of it, for the clocks of all keys."""
-        assert isinstance(world.comm, ThreadCommunicator)
-        with self._changed:
-            self._stores[world.rank] += 1
-        return world.comm.meet(table)
-
-    @contextlib.contextmanager
-    def turn(self, worker: int, may_act: Callable[[], bool]) -> Iterator[None]:
-        """Wait for this worker's turn, in which no other acts; it does not come before ``may_act()``."""
-        with self._changed:
-            self._asking[worker] = may_act
-            self._choose()
-            while self._chosen != worker:
-                self._changed.wait(_FAILURE_CHECK_S)
-                self._check()
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._chosen = None
-                self._choose()
-
-    @contextlib.contextmanager
-    def meeting(self, worker: int) -> Iterator[None]:
-        """Exclude this worker, which waits for all others, from the order in this context; all workers must enter."""
-        with self._changed:
-            self._away.add(worker)
-            self._choose()
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._away.discard(worker)
-
-    def end(self, worker: int) -> None:
-        """Unregister a store of this worker, which leaves the order after its last one."""
-        with self._changed:
-            self._stores[worker] -= 1
-            self._choose()
-
-    def _choose(self) -> None:
-        active = {worker for worker, stores in enumerate(self._stores) if stores} - self._away
-        if self._chosen is None and active and active <= self._asking.keys():
-            able = [worker for worker in sorted(self._asking) if self._asking[worker]()]
-            if able:
-                self._chosen = able[int(self._random.integers(len(able)))]
-                del self._asking[self._chosen]
-                self._changed.notify_all()
-
-
 class Requests:
     """The handlers of requests for the keys of ``table`` in this rank's memory."""
 
@@ -477,11 +596,16 @@ class Requests:
             delay = Delay(self.table, cell, source)
             return lambda: self._ticket(cell, source, bool(message.number), delay)
         if kind is MessageKind.PASS:
-            return lambda: self._pass(cell, source)
+            if self.table.staleness is not None:
+                cell.tick(source)
+            return lambda: Message(MessageKind.DONE)
         if kind is MessageKind.TAKE:
             return lambda: Message(MessageKind.DONE, number=take(item, cell, self.table.group.rank, message.number))
-        if kind in (MessageKind.READ_STATE, MessageKind.WRITE_STATE):
-            return lambda: self._state(cell, message)
+        if kind is MessageKind.WRITE_STATE:
+            return lambda: self._write_state(cell, message)
+        if kind is MessageKind.READ_STATE:
+            state = None if message.which == NO_STATE else cell.states[self.table.state_name(cell, message)].copy()
+            return lambda: Message(MessageKind.DONE, number=int(cell.steps[0]), payload=state)
         if kind is MessageKind.PULL:
             rows = self._rows(item, message)
             return lambda: self._pull(item, cell, rows, message)
@@ -530,11 +654,6 @@ class Requests:
             return _held(delay)
         return Message(MessageKind.DONE, ticket=self.table.draw(cell, source, pushes), rate=delay.held_s)
 
-    def _pass(self, cell: ShmValue, source: int) -> Message:
-        if self.table.staleness is not None:
-            cell.tick(source)
-        return Message(MessageKind.DONE)
-
     def _push(self, item: Item, cell: ShmValue, change: Change, message: Message, delay: Delay) -> Message | None:
         in_order, source = item.in_order, delay.worker
         if in_order and cell.turn != message.ticket:
@@ -575,12 +694,9 @@ class Requests:
         answer.number = cell.read(take_copy, in_order)
         return answer
 
-    def _state(self, cell: ShmValue, message: Message) -> Message:
-        if message.kind is MessageKind.WRITE_STATE:
-            self.table.write_state(cell, message)
-            return Message(MessageKind.DONE)
-        payload = None if message.which == NO_STATE else cell.states[self.table.state_name(cell, message)].copy()
-        return Message(MessageKind.DONE, number=cell.steps, payload=payload)
+    def _write_state(self, cell: ShmValue, message: Message) -> Message:
+        self.table.write_state(cell, message)
+        return Message(MessageKind.DONE)
 
     def _set_clocks(self, source: int, number: int) -> Message:
         if number not in (0, AWAY, BACK):
@@ -601,83 +717,3 @@ def _schedule(text: str) -> Schedule:
     except ValueError:
         config = None
     return schedule_from_config(config)
-
-
-def make(table: Table, described: Sequence[Described], values: Sequence[np.ndarray]) -> None:
-    """Make keys with rank 0's ``values``; the arrays of other ranks are overwritten."""
-    _broadcast(table, values)
-    table.make(described, values)
-    table.group.comm.barrier()
-
-
-def assign(table: Table, keys: Sequence[Key], values: Sequence[np.ndarray]) -> None:
-    """Overwrite keys by rank 0's ``values``; the arrays of other ranks are overwritten."""
-    _broadcast(table, values)
-    for key, value in zip(keys, values, strict=True):
-        table.assign(table.items[key], value)
-    table.group.comm.barrier()
-
-
-def _broadcast(table: Table, values: Sequence[np.ndarray]) -> None:
-    for value in values:
-        table.group.comm.native_broadcast(value.reshape(-1).view(np.uint8), 0)
-
-
-def set_updater(table: Table, find: Callable[[], Updater]) -> None:
-    """Set the updater that ``find()`` returns; every process must call.
-
-    Raises:
-        ConfigError: ``find()`` raised on a process; on all of them.
-    """
-    comm = table.group.comm
-    try:
-        updater = on_every_rank(comm, find)
-    except ConfigError as error:
-        if error.rank is not None:  # a rank of the group of workers and servers
-            workers = table.group.size - table.group.num_servers
-            error.operation, error.rank = f"{short_name_of(error.rank, workers)}: {error.operation}", None
-        raise
-    table.set_updater(updater)
-    comm.barrier()
-
-
-def compress(table: Table, compression: Compression | None) -> None:
-    """Set the compression of later pushes; every process must call."""
-    table.compression = compression
-    table.group.comm.barrier()
-
-
-def serve(whole: World) -> None:
-    """Run a server until all workers have ended: execute commands here, and answer requests in an engine thread.
-
-    Args:
-        whole: all workers, followed by all servers.
-    """
-    server = Server.of(whole, has_servers=True)
-    for command in server.next_commands(whole.size - whole.num_servers):
-        _execute(command, server, whole)
-
-
-def _execute(command: dict[str, Any], server: Server, whole: World) -> None:
-    """Do a server's part of a collective operation, without keeping a reference to the store."""
-    number, do = command["store"], command["do"]
-    if do == "store":
-        table = Table(whole, command["workers"], command["staleness"])
-        table.strangers = server.comm
-        server.stores[number] = Requests(table)
-        whole.comm.barrier()
-        return
-    requests = server.stores[number]
-    assert isinstance(requests, Requests)
-    table = requests.table
-    if do == "make":
-        described = [(key, tuple(shape), dtype) for key, shape, dtype in command["described"]]
-        make(table, described, [np.empty(shape, dtype) for _, shape, dtype in described])
-    elif do == "assign":
-        items = [table.items[key] for key in command["keys"]]
-        assign(table, command["keys"], [np.empty(item.shape, item.dtype) for item in items])
-    elif do == "update":
-        with contextlib.suppress(ConfigError):  # all workers raise it
-            set_updater(table, partial(updater_of, command["described"]))
-    else:
-        compress(table, Compression.of(command["settings"] or None))

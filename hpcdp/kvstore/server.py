@@ -1,4 +1,8 @@
-"""The loop that answers requests from other nodes, and this rank's own requests to them.
+"""Messages to and from servers, the loop that answers those of other nodes, and this rank's own requests to them.
+
+A `Message` is a header of fixed length, little-endian, then the bytes of an array, codes or text. Messages are checked
+before use, and nothing is unpickled. A payload longer than a message follows in pieces: on TCP, two long messages in
+opposite directions on one link would block each other's rendezvous.
 
 The loop polls for messages, and sleeps while none arrive, so that an idle server needs no core. Many requests are under
 way at once. A request that may not take effect yet is tried again, and does not delay others.
@@ -10,10 +14,13 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,11 +28,157 @@ import numpy as np
 from .. import errors
 from ..comm import Communicator, Request, World
 from ..comm.communicator import ENDED, short_name_of, wait_for
+from ..comm.tasks import MESSAGE_NBYTES, segments
 from ..comm.world import weakly
 from ..data_parallel.overlap import CommunicationLane
-from ..errors import HpcdpError, to_stderr
-from .protocol import Message, MessageKind, decode, following_nbytes, pieces
+from ..errors import HpcdpError, MismatchError, to_stderr
+from .arguments import STORABLE
 from .updaters import described
+
+MOST_NBYTES = 512 << 20
+"""Most bytes of a part, so that 32 bits count the bytes of its message."""
+
+VERSION = 1
+
+
+_HEADER = struct.Struct("<4sBBBBHHIQqqdIQ4x")
+
+
+HEADER_NBYTES = _HEADER.size
+
+
+_MAGIC = b"hkvs"
+
+
+DTYPES = STORABLE
+"""Dtypes of payloads; text and codes are uint8."""
+
+
+NO_STATE = 2**32 - 1
+"""`Message.which` of a message about the number of updates alone."""
+
+
+VALUE = 2**32 - 2
+"""`Message.which` of a message that writes the value."""
+
+
+class MessageKind(IntEnum):
+    """A kind of request or answer."""
+
+    PUSH = 1
+    PULL = 2
+    PUSHPULL = 3
+    TICKET = 4
+    TAKE = 5
+    READ_STATE = 6
+    WRITE_STATE = 7
+    CLOCK = 8
+    GONE = 9
+    COMMAND = 10
+    DONE = 11
+    """The answer to a request that was executed."""
+    FAILED = 12
+    """The answer to a request that failed, with a text that gives the reason."""
+    SCHEDULE = 13
+    """A request that sets the sender's learning rate schedule, as JSON."""
+    HELD = 14
+    """An answer to a push before the final one: the workers for which it waits."""
+    LEAVE = 15
+    """The sender sends no more requests for a store, whose keys are dropped after all workers have left."""
+    PASS = 16
+    """The sender skips a push of a key, and counts it for the staleness bound."""
+
+
+@dataclass
+class Message:
+    """A message between a worker and a server."""
+
+    kind: MessageKind
+    store: int = 0
+    key: int = 0
+    """Number of the key, in the order of `init`."""
+    part: int = 0
+    request: int = 0
+    """Number that the sender gives to a request, and that its answer repeats."""
+    ticket: int = -1
+    """Position among the operations on a key of several parts; -1 for a key of one part."""
+    number: int = 0
+    """Version, or another number that depends on ``kind``."""
+    rate: float = float("nan")
+    """Learning rate of a push, NaN for a schedule's; in the answer to a push, the seconds that it waited."""
+    which: int = 0
+    """Number of an optimizer state, in the order of their names."""
+    coded: bool = False
+    """True if ``payload`` holds a codec's codes."""
+    payload: np.ndarray | None = None
+    """A contiguous array of one of `DTYPES`."""
+
+    def encode(self) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Return the message as bytes, dtype uint8, and the pieces that follow it, views of a long payload."""
+        body = np.empty(0, np.uint8) if self.payload is None else self.payload
+        data = body.reshape(-1).view(np.uint8)
+        follows = HEADER_NBYTES + data.size > MESSAGE_NBYTES
+        message = np.empty(HEADER_NBYTES + (0 if follows else data.size), np.uint8)
+        _HEADER.pack_into(
+            message.data, 0, _MAGIC, VERSION, self.kind, DTYPES.index(body.dtype), self.coded, self.store, self.part,
+            self.key, self.request, self.ticket, self.number, self.rate, self.which, data.size if follows else 0,
+        )  # fmt: skip
+        if follows:
+            return message, pieces(data)
+        message[HEADER_NBYTES:] = data
+        return message, []
+
+    def text(self) -> str:
+        """Return the payload as text."""
+        return "" if self.payload is None else self.payload.tobytes().decode(errors="replace")
+
+    @classmethod
+    def of_text(cls, kind: MessageKind, text: str, **fields: int) -> Message:
+        """Return a message with text; halves of surrogate pairs, as in some file names, are escaped."""
+        return cls(kind, payload=np.frombuffer(text.encode(errors="backslashreplace"), np.uint8), **fields)  # type: ignore[arg-type]
+
+
+def pieces(data: np.ndarray) -> list[np.ndarray]:
+    """Return views of a long payload's bytes in sending order."""
+    return segments(data, MESSAGE_NBYTES)
+
+
+def following_nbytes(message: np.ndarray) -> int:
+    """Return the number of bytes that follow a message in `pieces`; 0 for none, and for an invalid message."""
+    if message.size != HEADER_NBYTES or bytes(message[:4]) != _MAGIC:
+        return 0
+    nbytes: int = _HEADER.unpack_from(message.data)[-1]
+    return nbytes if MESSAGE_NBYTES - HEADER_NBYTES < nbytes <= MOST_NBYTES else 0
+
+
+def decode(message: np.ndarray, rest: np.ndarray | None = None) -> Message:
+    """Decode a message from its bytes, dtype uint8, and those that followed; the payload is a view of them.
+
+    Raises:
+        MismatchError: the bytes are not those of `Message.encode` in this version.
+    """
+    if message.size < HEADER_NBYTES:
+        raise MismatchError(
+            "key-value store message", expected=f"{HEADER_NBYTES} bytes or more", got=f"{message.size} bytes"
+        )
+    magic, version, kind, dtype, coded, store, part, *fields, follow = _HEADER.unpack_from(message.data)
+    if magic != _MAGIC or version != VERSION:
+        got = f"{bytes(magic)!r}, version {version}"
+        raise MismatchError("key-value store message", expected=f"{_MAGIC!r}, version {VERSION}", got=got)
+    if kind not in set(MessageKind) or dtype >= len(DTYPES) or coded > 1:
+        got = f"kind {kind}, dtype {dtype}, coded {coded}"
+        raise MismatchError("key-value store message", expected="a known kind and dtype", got=got)
+    body = message[HEADER_NBYTES:] if rest is None else rest
+    if follow != (0 if rest is None else rest.size):
+        expected, got = f"{0 if rest is None else rest.size} following bytes", f"a length of {follow}"
+        raise MismatchError("key-value store message", expected=expected, got=got)
+    if body.size % DTYPES[dtype].itemsize:
+        got = f"{body.size} bytes"
+        raise MismatchError("key-value store message", expected=f"whole elements of {DTYPES[dtype]}", got=got)
+    payload = np.frombuffer(body, DTYPES[dtype]) if body.size else np.empty(0, DTYPES[dtype])
+    key, request, ticket, number, rate, which = fields
+    return Message(MessageKind(kind), store, key, part, request, ticket, number, rate, which, bool(coded), payload)
+
 
 REQUESTS, ANSWERS = 1, 2
 """Tags of requests and of answers."""

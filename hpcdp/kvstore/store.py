@@ -1,15 +1,18 @@
-"""`KVStore`, the interface of all stores, and `WorldStore`, the base of stores over the ranks of a world.
+"""`KVStore`, the base of all stores, and `WorldStore`, the base of stores over the ranks of a world.
 
 Pushes and pulls of one key take effect in the order of the calls, those of different keys in any order, higher
-priorities first. The calls are those of MXNet's KVStore.
+priorities first. The calls are those of MXNet's KVStore. Any number of ranks can restore the state of a store.
 """
 
 from __future__ import annotations
 
 import abc
 import contextlib
+import json
 import math
-from collections.abc import Callable
+import reprlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,13 +20,13 @@ import numpy as np
 from ..comm import World
 from ..comm.consistency import on_every_rank, on_rank_0, require_same
 from ..compression import Compression, Settings
-from ..core.arrays import Array, is_host, to_host
-from ..core.checks import function, not_copied, number
+from ..core.arrays import Array, is_host, on_device_of, to_host
+from ..core.checks import function, not_copied, number, same_names
 from ..core.devices import to_device_of
-from ..core.state import Sharded
+from ..core.state import Part, Sharded, take
 from ..data_parallel.trainer_state import joined
 from ..engine import Engine, Variable
-from ..errors import ConfigError, MissingKeyError, UnsupportedError, listed
+from ..errors import ConfigError, HpcdpError, MissingKeyError, UnsupportedError, listed
 from ..optim import Optimizer, require_by_elements, require_optimizer
 from .arguments import (
     Entry,
@@ -33,7 +36,9 @@ from .arguments import (
     can_wait,
     carry,
     check_array,
+    check_one_gpu,
     check_storable,
+    checked_file,
     checked_integer,
     checked_rows,
     fill,
@@ -45,12 +50,25 @@ from .arguments import (
     one_for_each_key,
     rows_of_each,
 )
-from .gpu_keys import check_one_gpu
-from .store_state import StateDictMixin
-from .updaters import ByFunction, ByOptimizer, Function, Replace, check_codable, name_of
+from .updaters import (
+    ByFunction,
+    ByOptimizer,
+    Codes,
+    Function,
+    Replace,
+    Updater,
+    check_codable,
+    name_of,
+    new_state,
+    read_key_states,
+    summary,
+    write_key_states,
+)
+
+T = TypeVar("T")
 
 
-class KVStore(StateDictMixin):
+class KVStore(abc.ABC):
     """A key-value store; see `create`.
 
     Keys are ints or strs, all of one type in a store. A value is an array, or a list of arrays, one for each device,
@@ -67,9 +85,12 @@ class KVStore(StateDictMixin):
     )
 
     def __init__(self, kind: str, engine: Engine, lane: str) -> None:
-        super().__init__()
         self.kind = kind
         self._engine, self._lane = engine, lane
+        self._entries: dict[Key, Entry] = {}
+        self._updater: Updater = Replace()
+        self.key_names: Mapping[Key, str] = {}
+        """Parameter names of keys that number parameters, for files of states."""
 
     @property
     def keys(self) -> list[Key]:
@@ -91,6 +112,7 @@ class KVStore(StateDictMixin):
 
     def _place(self, entry: Entry, arrays: list[Array]) -> None:
         """Choose the device of a key before ``arrays`` are pushed to it."""
+        return
 
     @abc.abstractmethod
     def _assign(self, values: dict[Key, Array]) -> None:
@@ -116,7 +138,8 @@ class KVStore(StateDictMixin):
             new = new_keys(key, value, self._entries.keys()).items()
             return {key: value if is_host(value) or self._stays(value) else to_host(value) for key, value in new}
 
-        self._make(self._agreed(check))
+        with self._meeting():
+            self._make(self._agreed(check))
 
     def assign(self, key: Any, value: Any) -> None:
         """Overwrite one or several keys by the first worker's values; every worker must call, with the same keys.
@@ -140,9 +163,10 @@ class KVStore(StateDictMixin):
                 raise ConfigError("assign", where=f"key {odd.key!r}", expected="one array", got="several arrays")
             return {entry.key: to_device_of(arrays[0], entry.stored) for entry, arrays in named}
 
-        values = self._agreed(check)
-        self._finish([self._entries[name] for name in values])
-        self._assign(values)
+        with self._meeting():
+            values = self._agreed(check)
+            self._finish([self._entries[name] for name in values])
+            self._assign(values)
 
     def push(self, key: Any, value: Any, priority: int = 0) -> None:
         """Push arrays to one or several keys; returns without waiting.
@@ -305,20 +329,26 @@ class KVStore(StateDictMixin):
 
         Raises:
             ConfigError: there is no such codec or setting.
-            UnsupportedError: this kind of store does not compress.
+            UnsupportedError: a key is not of a float dtype on the host.
             MismatchError: workers differ; on all of them.
         """
-        self._compress(self._agreed(lambda: Compression.of(settings)))
+        with self._meeting():
+            self._compress(self._agreed(lambda: Compression.of(settings)))
 
+    def _check_codable(self, compression: Compression | None) -> None:
+        """Raise `UnsupportedError` unless the codec, if any, supports all keys."""
+        values = ((key, entry.stored) for key, entry in self._entries.items())
+        if compression is not None:
+            check_codable("set_gradient_compression", values)
+
+    @abc.abstractmethod
     def _compress(self, compression: Compression | None) -> None:
-        raise UnsupportedError(
-            "set_gradient_compression", where="kvstore", expected="a kind that compresses", got=f"kind {self.kind}"
-        )
+        """Set the compression of later pushes."""
 
     def sent_nbytes(self) -> tuple[int, int]:
         """Return the bytes of this worker's pushes, with and without compression."""
         entries = self._entries.values()
-        plain = sum(entry.plain_nbytes for entry in entries)
+        plain = sum(entry.pushes * int(entry.stored.nbytes) for entry in entries)
         return plain - sum(entry.spared_nbytes for entry in entries), plain
 
     def take(self, key: Any, count: int = 1) -> int:
@@ -422,8 +452,231 @@ class KVStore(StateDictMixin):
         self._engine.push(copy, [entry.variable], [variable], self._lane, priority, variable.name)
         return PullHandle(lambda: self._wait_for(entry, variable), place, lambda: version)
 
+    @property
+    @abc.abstractmethod
+    def rank(self) -> int:
+        """Number of this worker, from 0."""
 
-T = TypeVar("T")
+    @property
+    @abc.abstractmethod
+    def num_workers(self) -> int:
+        """Number of workers that push."""
+
+    @abc.abstractmethod
+    def barrier(self) -> None:
+        """Wait until all workers have called and their pushes have taken effect; raise the error of an own push."""
+
+    def _meeting(self) -> AbstractContextManager[object]:
+        """Return the context of a call for which all workers meet."""
+        return contextlib.nullcontext()
+
+    def _agreed(self, check: Callable[[], T]) -> T:
+        """Return the result of ``check()``; an error on one worker is raised on all."""
+        return check()
+
+    def _meet_updated(self) -> None:
+        """Call `barrier`, and raise a failed push of one worker on all, so that none waits for that one."""
+        failure: Exception | None = None
+        try:
+            self.barrier()
+        except Exception as error:
+            failure = error
+
+        def raise_failure() -> None:
+            if failure is not None:
+                raise HpcdpError("push", expected="an update", got=summary(failure))
+
+        try:
+            self._agreed(raise_failure)
+        except HpcdpError as error:
+            raise (failure or error) from None
+
+    def _by_first(self, write: Callable[[], None]) -> None:
+        """Call ``write()`` on the first worker, and raise its error on all."""
+        write()
+
+    def _own_part(self, entry: Entry, whole: Array) -> Array:
+        """Return the part that this worker updates, flat, of an array of the key's shape."""
+        return to_device_of(whole.reshape(-1), entry.stored)
+
+    def whole(self, tensor: Sharded | Array) -> np.ndarray:
+        """Return a whole tensor of a state on the host, from the parts of all workers; every worker must call."""
+        return to_host(tensor.parts[0].values if isinstance(tensor, Sharded) else tensor).reshape(tensor.shape)
+
+    def _held(self, entry: Entry, part: Array) -> Sharded | Array:
+        """Return this worker's flat ``part`` of an array of the key's shape in the form of a state."""
+        return part.reshape(entry.stored.shape)
+
+    def _values_of(self, entry: Entry) -> Sharded | Array:
+        """Return a key's value in the form of a state."""
+        return entry.stored
+
+    def _states_of(self, entry: Entry, rule: ByOptimizer) -> dict[str, Sharded | Array]:
+        """Return a key's optimizer state by name in the form of a state."""
+        own = rule.states.get(entry.key)
+        if own is None:
+            own = rule.states[entry.key] = new_state(rule.optimizer, self._own_part(entry, entry.stored))
+        return {name: self._held(entry, part) for name, part in own.items()}
+
+    def _updates_of(self, entry: Entry, rule: ByOptimizer) -> int:
+        """Return the number of updates of a key."""
+        return rule.steps.get(entry.key, 0)
+
+    def _residuals_of(self, entry: Entry) -> list[Part]:
+        """Return this worker's compression residuals of a key; none without compression."""
+        return []
+
+    def _put(self, entry: Entry, values: Any, states: Mapping[str, Any], updates: int | None) -> None:
+        """Set a key's value, optimizer state and number of updates, which is None without an optimizer.
+
+        ``values`` and ``states`` are the results of `_values_of` and `_states_of`, filled.
+        """
+        if isinstance(self._updater, ByOptimizer):
+            self._updater.steps.pop(entry.key, None)
+            if updates:
+                self._updater.steps[entry.key] = updates
+
+    def _renew(self, rule: ByOptimizer, config: dict[str, Any]) -> None:
+        """Apply an optimizer's saved settings; every worker must call."""
+
+        def apply_config() -> None:
+            if config != rule.optimizer.config():
+                rule.optimizer.take_config(config)
+
+        self._agreed(apply_config)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the store; every worker must call.
+
+        Returns:
+            ``values`` by key; ``optimizer``, its settings as JSON, or None without one. With an optimizer ``states`` by
+            key and name, and ``updates`` by key; with compression ``residuals`` by key, shape ``(workers, *shape)``.
+            Arrays may be the store's own, which the next push changes.
+        """
+        self._meet_updated()
+        rule = self._updater if isinstance(self._updater, ByOptimizer) else None
+        entries = self._entries.items()
+        state: dict[str, Any] = {
+            "values": {key: self._values_of(entry) for key, entry in entries},
+            "optimizer": None if rule is None else json.dumps(rule.optimizer.config()),
+        }
+        if rule is not None:
+            updatable = [(key, entry) for key, entry in entries if entry.stored.dtype.kind == "f"]
+            state["states"] = {key: self._states_of(entry, rule) for key, entry in updatable}
+            state["updates"] = {key: self._updates_of(entry, rule) for key, entry in updatable}
+        residuals = {key: self._residuals_of(entry) for key, entry in entries}
+        for key, entry in entries if any(residuals.values()) else ():
+            shape, first = (self.num_workers, *entry.stored.shape), self.rank * int(entry.stored.size)
+            parts = [Part(first + part.first, part.values) for part in residuals[key]]
+            whole = Sharded(shape, np.dtype(entry.stored.dtype), parts, shares=True)
+            state.setdefault("residuals", {})[key] = whole
+        self.barrier()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a `state_dict` in place; every worker must call, on a store with its keys and kind of updater.
+
+        A checkpoint restores the state of any number of workers, on any kind of store.
+
+        Raises:
+            ConfigError: ``state`` is of other keys or another optimizer, or not the state of a store; on every worker.
+        """
+        self._agreed(lambda: self._check_state(state))
+        self._finish(list(self._entries.values()))  # pulls under way read the old values
+        own = self.state_dict()
+        if isinstance(self._updater, ByOptimizer):
+            self._renew(self._updater, json.loads(state["optimizer"]))
+        for key, values, states in self._agreed(lambda: list(_filled(own, state))):
+            self._put(self._entries[key], values, states, state.get("updates", {}).get(key))
+        self.barrier()
+
+    def _check_state(self, state: Any) -> None:
+        if not (isinstance(state, Mapping) and isinstance(state.get("values"), Mapping) and "optimizer" in state):
+            expected = "what state_dict() of a store returns"
+            raise ConfigError("load_state_dict", expected=expected, got=reprlib.repr(state))
+        same_names("load_state_dict", "the store", self._entries, state["values"], "key")
+        has_rule = isinstance(self._updater, ByOptimizer)
+        if (state["optimizer"] is None) == has_rule:
+            own, saved = ("an", "no") if has_rule else ("no", "an")
+            expected, got = f"a state with {own} optimizer, as the store has", f"a state with {saved} optimizer"
+            raise ConfigError("load_state_dict", where="optimizer", expected=expected, got=got)
+
+    def save_optimizer_states(self, path: str) -> None:
+        """Write the optimizer's state of all keys to one file, which replaces ``path``; every worker must call.
+
+        Raises:
+            ConfigError: there is no optimizer, or ``path`` names no file; on every worker.
+            DataError: the file cannot be written; on every worker.
+        """
+        rule = self._by_optimizer("save_optimizer_states").optimizer
+        file = self._agreed(lambda: checked_file("save_optimizer_states", path))
+        state = self.state_dict()
+        updates = {key: count for key, count in state["updates"].items() if count}
+        states = {(key, name): self.whole(tensor) for key in updates for name, tensor in state["states"][key].items()}
+        self._by_first(lambda: write_key_states(file, rule, updates, states, self.key_names))
+
+    def load_optimizer_states(self, path: str) -> None:
+        """Restore a file of `save_optimizer_states`, of any number of workers; every worker must call.
+
+        The state of keys without updates in the file is reset.
+
+        Raises:
+            ConfigError: there is no optimizer.
+            DataError: the file is missing, damaged or of another optimizer, or other keys; on every worker.
+        """
+        rule = self._by_optimizer("load_optimizer_states").optimizer
+        shapes = {key: tuple(entry.stored.shape) for key, entry in self._entries.items()}
+        updates, saved = self._agreed(
+            lambda: read_key_states(checked_file("load_optimizer_states", path), rule, shapes, self.key_names)
+        )
+        states = {
+            key: {name: saved[key, name] if key in updates else np.zeros(shape) for name in rule.state_names()}
+            for key, shape in shapes.items()
+        }
+        self.take_optimizer_states(states, {key: updates.get(key, 0) for key in shapes})
+
+    def take_optimizer_states(self, states: Mapping[Key, Mapping[str, Any]], updates: Mapping[Key, int]) -> None:
+        """Set the optimizer's state and the number of updates of all keys; every worker must call."""
+        self.load_state_dict({**self.state_dict(), "states": states, "updates": updates})
+
+    def _by_optimizer(self, operation: str) -> ByOptimizer:
+        """Return the optimizer once the pushes of all workers have taken effect; every worker must call."""
+        if not isinstance(self._updater, ByOptimizer):
+            raise ConfigError(
+                operation, expected="a store with an optimizer", got="none", remedy="call set_optimizer() first"
+            )
+        self._meet_updated()
+        return self._updater
+
+
+def _filled(own: Mapping[str, Any], state: Mapping[str, Any]) -> Iterator[tuple[Key, Any, dict[str, Any]]]:
+    """Fill a store's ``own`` state from ``state``, residuals included, and yield each key, its value and its states."""
+    residuals = state.get("residuals", {})
+    for key, residual in own.get("residuals", {}).items():
+        if key in residuals:
+            take(f"key {key!r}, residual", residual, residuals[key])
+        else:  # saved without compression
+            for part in residual.parts:
+                with on_device_of(part.values):
+                    part.values[...] = 0
+    for key, values in own["values"].items():
+        states = {name: _taken(f"key {key!r}, {name}", array, state["states"][key][name])
+                  for name, array in own.get("states", {}).get(key, {}).items()}  # fmt: skip
+        yield key, _taken(f"key {key!r}", values, state["values"][key]), states
+
+
+def _taken(where: str, own: Sharded | Array, saved: Any) -> Sharded | Array:
+    """Fill ``own`` from ``saved``, and return it."""
+    if isinstance(own, Sharded):
+        take(where, own, saved)
+    else:
+        take(where, Sharded(tuple(own.shape), np.dtype(own.dtype), [Part(0, own.reshape(-1))]), saved)
+    return own
+
+
+def residuals_of(codes: Codes | None) -> list[Part]:
+    """Return the residuals of a key that is encoded as one array."""
+    return [] if codes is None else [Part(0, codes.residual)]
 
 
 class WorldStore(KVStore):
@@ -459,20 +712,8 @@ class WorldStore(KVStore):
         """Wait until all workers have called, without pushes under way."""
         self._world.barrier()
 
-    def init(self, key: Any, value: Any) -> None:
-        """See `KVStore.init`."""
-        with self._world.meeting():
-            super().init(key, value)
-
-    def assign(self, key: Any, value: Any) -> None:
-        """See `KVStore.assign`."""
-        with self._world.meeting():
-            super().assign(key, value)
-
-    def set_gradient_compression(self, settings: Settings) -> None:
-        """See `KVStore.set_gradient_compression`."""
-        with self._world.meeting():
-            super().set_gradient_compression(settings)
+    def _meeting(self) -> AbstractContextManager[object]:
+        return self._world.meeting()
 
     def set_updater(self, updater: Function) -> None:
         """See `KVStore.set_updater`."""
@@ -515,5 +756,5 @@ class WorldStore(KVStore):
         on_rank_0(self._world.comm, write)
 
     def whole(self, tensor: Sharded | Array) -> np.ndarray:
-        """See `StateDictMixin.whole`."""
+        """See `KVStore.whole`."""
         return joined(tensor, self._world) if isinstance(tensor, Sharded) else super().whole(tensor)

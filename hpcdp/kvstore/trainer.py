@@ -28,17 +28,16 @@ from ..core import files
 from ..core.arrays import Array, array_namespace, is_half, on_device_of
 from ..core.checks import instance, one_of
 from ..core.environment import launched_ranks
-from ..core.state import FitsSaved, Part, Saved, Sharded, require_state, take, unquoted
-from ..data_parallel.buckets import Parameter
+from ..core.state import FitsSaved, Part, Saved, Sharded, require_state, unquoted
+from ..data_parallel.buckets import Accumulation, Parameter
 from ..data_parallel.overlap import CommunicationLane
 from ..data_parallel.policy import Policy, Unwritten, checked_policy, first_scale, is_dynamic, stale, stale_anywhere
 from ..data_parallel.profiling import CommunicationStats
-from ..data_parallel.reducer import StepSync
+from ..data_parallel.reducer import StepSync, shared_comms
 from ..data_parallel.sharded_update import changing, moved, moved_anywhere, places_of, rule_at
 from ..data_parallel.trainer import (
     BaseTrainer,
     MeanLosses,
-    checked_count,
     completed,
     may_wait,
     require_alike,
@@ -49,13 +48,13 @@ from ..data_parallel.trainer import (
     trained,
     unfinished,
 )
-from ..data_parallel.trainer_state import RESIDUAL
-from ..errors import ConfigError, DataError, StaleGradientError, warn
+from ..data_parallel.trainer_state import FILE_HEADER, RESIDUAL, read_states, take_states
+from ..errors import ConfigError, StaleGradientError, warn
 from ..optim import Optimizer, require_by_elements
 from . import KINDS, KVStore, create
 from .arguments import Key, PendingPull, can_wait
 from .asynchronous import AsyncStore
-from .store_state import is_store_file, read_states
+from .updaters import is_store_file, read_key_states
 
 
 def pull_target(param: Any) -> Any:
@@ -77,8 +76,6 @@ def scratch_like(arrays: Sequence[Array]) -> list[Array]:
 
 _BY_KEY = ("values", "states", "updates", "residuals")
 """Entries of a store's state that are dicts by key."""
-_STATES_FILE = "hpcdp/trainer"
-"""The name of the header in files of `save_states`, which is also that of `data_parallel.bucket_trainer`."""
 
 
 def _with_keys(store: Mapping[str, Any], keys: Mapping[Any, Any]) -> dict[str, Any]:
@@ -248,8 +245,7 @@ class StoreTrainer(BaseTrainer, FitsSaved):
         """Number of steps that did not update a parameter, by name, where every rank updates."""
         self._holds_sums = False
         self._syncing, self._held_count = True, 0
-        self._overwriting: set[str] | None = None
-        """Parameters whose ``grad_req`` is "write" except during accumulation; None when no gradients accumulate."""
+        self._accumulation = Accumulation(self._by_name)
         self._known_steps = 0
         """Updates by all ranks up to the last `synchronize`, where ranks do not step together."""
         for name, param in zip(self.names, self._params, strict=True):
@@ -316,18 +312,9 @@ class StoreTrainer(BaseTrainer, FitsSaved):
             nbytes["state"] = sum(array.nbytes for state in self.states for array in state.values())
         return nbytes
 
-    def step(self, count: int) -> int:
-        """See `BaseTrainer.step`."""
-        count = checked_count("step", count)
+    def _step(self, count: int) -> int:
         if not self.steps_together:
             check_apart(self._params)
-        self._settle("step")
-        self._warn_of_mean_losses("step", count)
-        if not self._syncing:
-            self._held_count += count
-            return self._held_count
-        if count:
-            self._refuse_sums("step")
         began_ns = time.perf_counter_ns()
         total = self._close_step(count)
         try:
@@ -342,30 +329,15 @@ class StoreTrainer(BaseTrainer, FitsSaved):
         self._account(began_ns)
         return total
 
-    def allreduce_grads(self) -> None:
-        """See `BaseTrainer.allreduce_grads`."""
-        self._settle("allreduce_grads")
-        self._refuse_if_store_updates("allreduce_grads")
-        self._refuse_sums("allreduce_grads")
-        began_ns = time.perf_counter_ns()
+    def _sum_gradients(self) -> None:
         self._close_step(1 if self._written else 0)
         self._sum()
         self._holds_sums = True
-        self._account(began_ns)
 
-    def update(self, count: int) -> int:
-        """See `BaseTrainer.update`."""
-        self._settle("update")
-        self._refuse_if_store_updates("update")
-        if not self._holds_sums:
-            raise StaleGradientError(
-                "update", expected="gradients summed by allreduce_grads()", got="gradients of this rank alone",
-                remedy="call allreduce_grads() first",
-            )  # fmt: skip
-        total = checked_count("update", count) + self._held_count
-        self._warn_of_mean_losses("update", count)
+    def _update_from_sums(self, held: int) -> int:
+        total = held
         if self._closing is not None and self.world is not None:
-            total = int(self._tally("update", self._closing, self.world, [total])[0])
+            total = int(self._tally("update", self._closing, self.world, [held])[0])
         try:
             if total:
                 self._update(total)
@@ -377,13 +349,9 @@ class StoreTrainer(BaseTrainer, FitsSaved):
     def no_sync(self) -> Iterator[None]:
         """See `BaseTrainer.no_sync`."""
         self._refuse_sums("no_sync")
-        if self._overwriting is None:
+        if not self._accumulation.is_on:
             self._fill_unwritten_with_zeros()
-            self._overwriting = set()
-        for name, param in self._by_name.items():
-            if param.grad_req == "write":
-                self._overwriting.add(name)
-                param.grad_req = "add"
+        self._accumulation.begin()
         before, self._syncing = self._syncing, False
         try:
             yield
@@ -434,7 +402,7 @@ class StoreTrainer(BaseTrainer, FitsSaved):
     @property
     def holds_gradients(self) -> bool:
         """True while gradients wait for a later update."""
-        return self._holds_sums or self._held_count > 0 or self._overwriting is not None
+        return self._holds_sums or self._held_count > 0 or self._accumulation.is_on
 
     def state_dict(self) -> dict[str, Any]:
         """See `BaseTrainer.state_dict`; ranks of ``dist_async`` wait for each other."""
@@ -471,7 +439,7 @@ class StoreTrainer(BaseTrainer, FitsSaved):
         if not self.update_on_kvstore:
             require_same_parameters(self._own_states(), state["states"])
             self.optimizer.take_config(json.loads(state["optimizer"]))
-            self._take_states(state["states"])
+            take_states(self._own_states(), state["states"])
             self.passed_over = dict(state.get("passed_over", {}))
         if self._needs_store:
             numbers = {name: number for number, name in enumerate(self.names)}
@@ -529,7 +497,7 @@ class StoreTrainer(BaseTrainer, FitsSaved):
         header = {"version": 1, "step_count": self.step_count, "optimizer": self.optimizer.config()["name"]}
         if passed_over:
             header["passed_over"] = passed_over
-        write = partial(files.write, "save_states", Path(path), _STATES_FILE, header, arrays)
+        write = partial(files.write, "save_states", Path(path), FILE_HEADER, header, arrays)
         write() if self.world is None else on_rank_0(self.world.comm, write)
 
     def load_states(self, path: str | Path) -> None:
@@ -546,7 +514,7 @@ class StoreTrainer(BaseTrainer, FitsSaved):
                 updates[key], by_key[key] = step_count - passed_over.get(name, 0), states[name]
             self.store.take_optimizer_states(by_key, updates)
         else:
-            self._take_states(states)
+            take_states(self._own_states(), states)
         self.step_count = self._known_steps = step_count
         self.passed_over = passed_over
 
@@ -560,7 +528,7 @@ class StoreTrainer(BaseTrainer, FitsSaved):
         shapes = {name: tuple(param.data.shape) for name, param in self._by_name.items()}
         if is_store_file(path):
             by_key = dict[Key, tuple[int, ...]](enumerate(shapes.values()))
-            updates, saved = read_states(path, rule, by_key, self.store.key_names)
+            updates, saved = read_key_states(path, rule, by_key, self.store.key_names)
             step_count = max(updates.values(), default=0)
             own_updates = {name: updates.get(key, 0) for key, name in enumerate(self.names)}
             states = {
@@ -571,36 +539,17 @@ class StoreTrainer(BaseTrainer, FitsSaved):
                 for key, name in enumerate(self.names)
             }  # keys without updates are not in the file
             return step_count, self._passed_over(step_count, own_updates), states
-        fields = {"step_count": int, "optimizer": str}
-        header, arrays = files.read("load_states", path, _STATES_FILE, fields, "save_states")
-        if header["optimizer"] != rule.config()["name"]:
-            expected, got = f"states of {rule.config()['name']}", f"states of {header['optimizer']}"
-            raise DataError("load_states", where=path, expected=expected, got=got)
-        unsent = [arrays.pop(name) for name in list(arrays) if name.endswith(f"/{RESIDUAL}")]
-        expected_shapes = {f"{name}/{state}": shape for name, shape in shapes.items() for state in rule.state_names()}
-        saved_shapes = {name: array.shape for name, array in arrays.items()}
-        if saved_shapes != expected_shapes:
-            names = [*expected_shapes, *saved_shapes]
-            odd = next(name for name in names if saved_shapes.get(name) != expected_shapes.get(name))
-            raise DataError(
-                "load_states", where=f"{path}, {odd}", expected=expected_shapes.get(odd, "no such array"),
-                got=saved_shapes.get(odd, "no such array"),
-                remedy="build the model and optimizer that the states were saved from",
-            )  # fmt: skip
+        state_names = list(rule.state_names())
+        header, arrays = read_states(path, rule.config()["name"], shapes, dict.fromkeys(shapes, state_names))
+        unsent = [array for name, array in arrays.items() if name.endswith(f"/{RESIDUAL}")]
         if self.store.rank == 0 and any(residual.any() for residual in unsent):
             warn("load_states: drops the compression residuals of a trainer without a kvstore")
-        by_name = {name: {state: arrays[f"{name}/{state}"] for state in rule.state_names()} for name in shapes}
+        by_name = {name: {state: arrays[f"{name}/{state}"] for state in state_names} for name in shapes}
         return header["step_count"], dict(header.get("passed_over", {})), by_name
 
     @staticmethod
     def _passed_over(step_count: int, updates: Mapping[str, int]) -> dict[str, int]:
         return {name: step_count - count for name, count in updates.items() if count < step_count}
-
-    def _take_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Fill the optimizer's state in place, where every rank updates."""
-        for name, tensors in self._own_states().items():
-            for key, tensor in tensors.items():
-                take(f"{name}/{key}", tensor, states[name][key])
 
     @property
     def _needs_store(self) -> bool:
@@ -638,18 +587,11 @@ class StoreTrainer(BaseTrainer, FitsSaved):
         if self._means is not None:
             self._means.note()
 
-    def _refuse_if_store_updates(self, operation: str) -> None:
+    def _require_own_sums(self, operation: str) -> None:
         if self.update_on_kvstore:
             raise ConfigError(
                 operation, expected="a store that only sums", got="a store that updates",
                 remedy="call step(count), or make the Trainer with update_on_kvstore=False",
-            )  # fmt: skip
-
-    def _refuse_sums(self, operation: str) -> None:
-        if self._holds_sums:
-            raise StaleGradientError(
-                operation, expected="gradients of this rank", got="the sums of allreduce_grads()",
-                remedy="call update(count), or step(0) to drop them",
             )  # fmt: skip
 
     def _close_step(self, count: int) -> int:
@@ -758,11 +700,7 @@ class StoreTrainer(BaseTrainer, FitsSaved):
     def _begin_step(self) -> None:
         self._written = set()
         self._holds_sums, self._held_count = False, 0
-        if self._overwriting is not None:
-            for name in self._overwriting:
-                if self._by_name[name].grad_req == "add":
-                    self._by_name[name].grad_req = "write"
-            self._overwriting = None
+        self._accumulation.end()
 
     def _account(self, began_ns: int) -> None:
         self.stats.steps += 1
@@ -781,7 +719,5 @@ def _closing(world: World, more_numbers: int) -> StepSync:
     gate = WatchedBarrier(world.node_memory, ProgressEngine.of(world).watchdog, LINE_NUMBERS + more_numbers)
     if world.node_memory.size == world.size:
         return StepSync(world, None, gate, None, signature, name)
-    comm = world.keep(("reducers", id(world.comm)), world.comm.duplicate)
-    comm.users.add(signature % comm.signatures)
-    world.barrier()  # all ranks register the signature before any message with it arrives
+    _, comm = shared_comms(world, "reducers", signature, None, world.comm)
     return StepSync(world, comm, gate, CommunicationLane.of(world), signature, name)

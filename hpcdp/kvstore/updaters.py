@@ -1,22 +1,32 @@
-"""Updaters, which apply pushes to stored values, and the compression of pushes."""
+"""Updaters, which apply pushes to stored values, files of their states, and the compression of pushes.
+
+A file of states is a NumPy .npz archive, read with pickles refused, of one array for each key and state name. Array
+names are ``"int:3/momentum"`` and ``"str:weight/momentum"``. In keys, ``%``, NUL and halves of surrogate pairs are
+escaped by ``%``.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
+import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import zipfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from .. import kernels
 from ..compression import Compression
-from ..core.arrays import Array, is_host
-from ..errors import ConfigError, UnsupportedError, type_named
+from ..core import files
+from ..core.arrays import Array, is_host, to_host
+from ..errors import ConfigError, DataError, UnsupportedError, type_named
 from ..optim import Optimizer, Schedule
 from .arguments import Key
 
@@ -204,6 +214,89 @@ def name_of(function: Any) -> str:
         function = function.func
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{getattr(named, '__module__', '')}:{named.__qualname__}"
+
+
+_HEADER = "hpcdp/kvstore"
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+States = dict[tuple[Key, str], np.ndarray]
+"""Optimizer states in the key's shape, by key and name."""
+
+
+def _name(key: Key) -> str:
+    text = str(key).replace("%", "%25").replace("\0", "%00")  # NUL ends a name in an archive
+    return f"{type(key).__name__}:{_SURROGATE.sub(lambda half: f'%u{ord(half[0]):04x}', text)}"
+
+
+def write_key_states(
+    path: Path, optimizer: Optimizer, steps: Mapping[Key, int], states: States, names: Mapping[Key, str]
+) -> None:
+    """Write the states and the number of updates of each key to a file that replaces ``path`` atomically.
+
+    ``names`` are the parameter names of keys that number parameters, see `read_key_states`; it may be empty.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    header: dict[str, Any] = {"version": 1, "optimizer": optimizer.config()["name"]}
+    header["steps"] = {_name(key): steps[key] for key in steps}
+    header["names"] = {_name(key): name for key, name in names.items()}
+    arrays = {f"{_name(key)}/{name}": to_host(array) for (key, name), array in states.items()}
+    files.write("save_optimizer_states", path, _HEADER, header, arrays)
+
+
+def read_key_states(
+    path: Path, optimizer: Optimizer, shapes: Mapping[Key, tuple[int, ...]], names: Mapping[Key, str]
+) -> tuple[dict[Key, int], States]:
+    """Return the number of updates of each key, and its states.
+
+    Args:
+        path: the file.
+        optimizer: the optimizer whose states the file must have.
+        shapes: the shapes of the store's keys.
+        names: the parameter names of keys that number parameters. Where the file has names, too, they match its keys
+            to the store's.
+
+    Raises:
+        DataError: the file is missing, damaged, or of another optimizer, or other keys or shapes.
+    """
+    fields = {"optimizer": str, "steps": dict}
+    header, arrays = files.read("load_optimizer_states", path, _HEADER, fields, "save_optimizer_states")
+    updated, saved_by, mine = header["steps"], header["optimizer"], optimizer.config()["name"]
+    if saved_by != mine:
+        raise DataError("load_optimizer_states", where=path, expected=f"states of {mine}", got=f"states of {saved_by}")
+    keys = {_name(key): key for key in shapes}
+    called = header.get("names") if names else None
+    if isinstance(called, dict) and called:
+        keys_by_name = {name: key for key, name in names.items()}
+        keys = {key: keys_by_name[name] for key, name in called.items() if name in keys_by_name}
+    strange = next((name for name in updated if name not in keys), None)
+    if strange is not None:
+        raise DataError("load_optimizer_states", where=path, expected="states of this store's keys", got=strange)
+    states: States = {}
+    for name in updated:
+        for state in optimizer.state_names():
+            array = arrays.pop(f"{name}/{state}", None)
+            if array is None or array.shape != tuple(shapes[keys[name]]):
+                got = "no such array" if array is None else f"shape {array.shape}"
+                where = f"{path}, {name}/{state}"
+                raise DataError("load_optimizer_states", where=where, expected=f"shape {shapes[keys[name]]}", got=got)
+            states[keys[name], state] = array
+    if arrays:
+        raise DataError("load_optimizer_states", where=path, expected="no other arrays", got=next(iter(arrays)))
+    return {keys[name]: int(count) for name, count in updated.items()}, states
+
+
+def is_store_file(path: Path) -> bool:
+    """Return whether ``path`` is a file of `KVStore.save_optimizer_states`."""
+    with contextlib.suppress(Exception):  # of a damaged file zipfile raises several kinds; `files.read` reports it
+        if path.is_file():  # opening a FIFO would wait for a writer
+            with zipfile.ZipFile(path) as archive:
+                return f"{_HEADER}.npy" in archive.namelist()
+    return False
 
 
 _ALIGNED_NBYTES = 64

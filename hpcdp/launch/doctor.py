@@ -34,7 +34,7 @@ from typing import Any
 
 from .. import kernels
 from ..comm.world import LIBRARY, Driver, Gpu, driver_release
-from ..core.environment import THREAD_VARIABLES, apart, launched_ranks, module
+from ..core.environment import THREAD_VARIABLES, apart, explained, launched_ranks, module, speaks
 from ..errors import DeviceError, HpcdpError, LaunchError
 from . import hosts, mpi_library
 from .hosts import Allocation, allocation
@@ -139,9 +139,10 @@ def show_info(as_json: bool = False) -> int:
     """
     facts = _machine()
     if launched_ranks() is not None:
-        from ..comm.startup import init
+        with explained("starting MPI", speaks(), sys.stderr):
+            from ..comm.startup import init
 
-        world = init()
+            world = init()
         facts["MPI library"] = world.library
         place = {
             "rank": world.rank,
@@ -288,7 +289,8 @@ def show(checks: Mapping[str, Callable[[], Finding]] | None = None) -> int:
     width = min(shutil.get_terminal_size().columns, 100)
     verdicts = []
     for title, check in (checks or CHECKS).items():
-        finding = check()
+        with explained(f"checking {title}", True, sys.stderr):
+            finding = check()
         verdicts.append(finding.verdict)
         print(_wrapped(f"{finding.verdict.value:<8} {title}: {finding.saw}", width), flush=True)
         if finding.remedy:

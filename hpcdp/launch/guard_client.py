@@ -130,13 +130,16 @@ class Channel:
             return f"no {sys.executable} with hpcdp; install it at the same path on all hosts"
         return lines[-1] if lines else f"ssh ended with status {code}"
 
-    def close(self) -> None:
-        """Close the connection, which ends the guard."""
+    def hang_up(self) -> None:
+        """Close the connection, which ends the guard; call `wait` afterwards."""
         self._both_ways.close()
         if self._ssh.stderr is not None:
             self._ssh.stderr.close()
+
+    def wait(self, deadline_s: float) -> None:
+        """Wait for ssh to end until ``deadline_s`` (monotonic), then kill it."""
         try:
-            self._ssh.wait(0.5)
+            self._ssh.wait(max(0.0, deadline_s - time.monotonic()))
         except subprocess.TimeoutExpired:
             self._ssh.kill()
             self._ssh.wait()
@@ -238,7 +241,7 @@ def _reason(errors: str, code: int) -> str:
     return lines[0] if lines else f"rsync ended with status {code}"
 
 
-_REACHED_S, _ANSWERED_S, _ENDED_S = 20.0, 20.0, 4.0
+_REACHED_S, _ANSWERED_S, _ENDED_S, _HUNG_UP_S = 20.0, 20.0, 4.0, 1.0
 _BEAT_S = 2.0
 _OTHER_FILES = 256
 """Number of descriptors besides those of channels: the launcher's, local ranks, and waiting agents."""
@@ -292,7 +295,10 @@ class Guards:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for channel in self._channels.values():
-            channel.close()
+            channel.hang_up()
+        deadline_s = time.monotonic() + _HUNG_UP_S  # for all together, as each ssh to a silent host uses it up
+        for channel in self._channels.values():
+            channel.wait(deadline_s)
         if self._socket is not None:
             self._socket.close()
         self._left_behind.close()

@@ -245,6 +245,16 @@ class Dialect:
             variables[f"{'OMPI_MCA_oob_tcp' if self.is_open_mpi_4 else 'PRTE_MCA_prte'}_if_include"] = name
         return variables
 
+    def of_one_machine(self) -> dict[str, str]:
+        """Return the variables with which ranks of one machine use shared memory only, or its loopback.
+
+        Open MPI otherwise searches for fabrics for a second, and its TCP listens on all addresses. UCX and libfabric,
+        which MPICH always opens, use the loopback.
+        """
+        if self._is_hydra:
+            return dict.fromkeys(("FI_TCP_IFACE", "FI_SOCKETS_IFACE", "UCX_NET_DEVICES"), hosts.loopback())
+        return {"OMPI_MCA_btl": f"self,{'vader' if self.is_open_mpi_4 else 'sm'}"}
+
     def host_file(self, places: Sequence[HostSlots]) -> str:
         """Return the content of the host file of `placed`.
 
@@ -342,23 +352,19 @@ def environment(
 ) -> dict[str, str]:
     """Return ``environ`` with the variables that ``ranks`` ranks on one machine need; variables in it take precedence.
 
-    - Ranks use shared memory only: Open MPI otherwise searches for fabrics for a second, and its TCP listens on all
-      addresses. UCX and libfabric, which MPICH always opens, use the loopback.
+    - Ranks use shared memory or the loopback only, see `Dialect.of_one_machine`.
     - Ranks are not bound, since two jobs on a machine would both bind to its first cores.
     - The cores are shared out among the BLAS threads of the ranks; the ``servers`` do not compute.
     """
     cores = len(os.sched_getaffinity(0))
     wanted = _everywhere(library, environ, ranks + servers > cores)
     if library.family == "openmpi":
-        shared = "vader" if is_open_mpi_4(mpirun) else "sm"
-        wanted |= {
-            "OMPI_MCA_btl": f"self,{shared}",
+        wanted |= Dialect(library.family, is_open_mpi_4(mpirun)).of_one_machine() | {
             "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
             "OMPI_MCA_rmaps_base_oversubscribe": "1",
         }
     else:
-        wanted["HYDRA_LAUNCHER"] = "fork"
-        wanted |= dict.fromkeys(("FI_TCP_IFACE", "FI_SOCKETS_IFACE", "UCX_NET_DEVICES"), hosts.loopback())
+        wanted |= {"HYDRA_LAUNCHER": "fork", **Dialect(library.family).of_one_machine()}
     wanted |= blas_threads(max(1, cores // ranks), environ)
     return {**wanted, **environ}
 

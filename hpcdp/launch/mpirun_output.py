@@ -694,6 +694,7 @@ class MpirunStderr:
             shown = self._banners.pass_on(shown)
         self.has_spoken |= bool(shown)
         if self._held is None:
+            self.reasons.read(shown)
             return shown
         self._held += shown
         return b""

@@ -287,11 +287,12 @@ class ScriptRequest:
 
 @dataclass(frozen=True)
 class Script:
-    """A script, and the folder for it and its output, that of the run."""
+    """A script, the folder for it and its output, that of the run, and what it requests by option."""
 
     text: str
     name: str
     folder: Path
+    requested: tuple[tuple[str, str], ...]
 
 
 def render(request: ScriptRequest, profile: Profile) -> Script:
@@ -328,7 +329,23 @@ def render(request: ScriptRequest, profile: Profile) -> Script:
             f"  {number}) settings=({shlex.join(line)}) ;;" for number, line in enumerate(request.settings, 1)
         )
     parts["ranks"] = _filled("ranks.sh", parts).rstrip("\n")
-    return Script(_filled(TEMPLATES[request.template], parts), name, folder)
+    return Script(_filled(TEMPLATES[request.template], parts), name, folder, tuple(_requested(request, profile, time)))
+
+
+def _requested(request: ScriptRequest, profile: Profile, time: str) -> Iterator[tuple[str, str]]:
+    """Yield the resources of a job, each with the option that changes it."""
+    if request.template == "sweep":
+        yield f"{len(request.settings)} tasks, each with", "--settings FILE"
+    counts = (
+        (request.nodes, "node", "", "--nodes N"),
+        (request.ranks_per_node, "rank", " on each node", "--ranks-per-node N"),
+        (request.cpus_per_task, "core", " for each rank", "--cpus-per-task N"),
+    )
+    for number, noun, where, option in counts:
+        yield f"{number} {noun}{'' if number == 1 else 's'}{where}", option
+    if request.template == "train-gpu":
+        yield f"{profile.gres} on each node", "--gres GRES"
+    yield f"time limit {time}", "--time TIME"
 
 
 def read_settings(path: str | Path) -> tuple[tuple[str, ...], ...]:

@@ -20,8 +20,7 @@ from .layers import (
     Tanh,
 )
 from .microbatch import VirtualShard, entered_shard
-from .module import HybridConcurrent, Module, Sequential
-from .parameter import Parameter
+from .module import HybridConcurrent, Module, Parameter, Sequential
 from .replicate import Replicas
 from .symbol_block import SymbolBlock
 

@@ -23,8 +23,7 @@ from . import functional, module
 from .functional import Pair, Size, alike, called, contiguous, kernels_for, misshapen, refreshed
 from .init import Initialiser, Normal, Ones, Xavier, Zeros
 from .microbatch import KeepsStatistics, entered_shard
-from .module import Module, in_float32
-from .parameter import Parameter
+from .module import Module, Parameter, in_float32
 
 
 def refused_input(layer: Module, expected: str, x: Tensor) -> UnsupportedError:

@@ -30,8 +30,7 @@ from .layers import (
     LayerNorm,
     ReLU,
 )
-from .module import Module, Sequential
-from .parameter import Parameter
+from .module import Module, Parameter, Sequential
 
 _SMALLEST, _INTENDED = 4, 28
 _IMAGE = ("channels", "height", "width")

@@ -15,8 +15,7 @@ from ..core.devices import Device, require_devices, to_device_of
 from ..errors import ConfigError, DeviceError
 from .jit.tracing import Look, array_of
 from .microbatch import KeepsStatistics
-from .module import Module, lacks_shapes
-from .parameter import Parameter
+from .module import Module, Parameter, lacks_shapes
 
 
 def moved(x: Tensor, device: Device) -> Tensor:

@@ -29,8 +29,7 @@ from .jit.graph import (
     call,
     with_held,
 )
-from .module import Module
-from .parameter import Parameter
+from .module import Module, Parameter
 
 
 def export(graph: Graph, path: str | Path) -> tuple[Path, Path]:

@@ -32,7 +32,7 @@ from ..core.checks import check_name, instance, not_copied, one_of
 from ..core.devices import Device
 from ..data_parallel import Reducer
 from ..data_parallel.buckets import plan
-from ..data_parallel.trainer_state import gather_residuals, give_residuals
+from ..data_parallel.trainer_state import gather_residuals, regrouped, take_residuals
 from ..errors import ConfigError, MismatchError, StaleGradientError, UnsupportedError, listed
 from . import tensors
 from .sync_batch_norm import SyncBatchNorm
@@ -550,7 +550,7 @@ class DistributedDataParallel(torch.nn.Module):
         reducer = self.backward_pass.reducer
         unsent = {}
         for bucket in reducer.buckets:
-            rows = gather_residuals(reducer, bucket.number)
+            rows = gather_residuals(reducer, bucket)
             for slot in bucket.slots if self.world.rank == 0 else ():
                 shaped = self.backward_pass.params[slot.name].shaped
                 parts = (row[slot.offset : slot.offset + slot.count].reshape(slot.shape) for row in rows)
@@ -573,8 +573,11 @@ class DistributedDataParallel(torch.nn.Module):
                     "load_compression_state", where=name, got=tuple(rows.shape),
                     expected=f"a parameter of {', '.join(params)}" if shape is None else f"(nodes, *{shape})",
                 )  # fmt: skip
-        flat = {name: np.stack([params[name].flat(row).numpy() for row in rows]) for name, rows in state.items()}
-        give_residuals(reducer, flat)
+        saved = {
+            name: np.stack([params[name].flat(row).numpy().reshape(params[name].shape) for row in rows])
+            for name, rows in state.items()
+        }
+        take_residuals(reducer, regrouped(reducer, saved))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, and drop those that backward has left for a `ShardedOptimizer`."""

@@ -26,6 +26,7 @@ from ..checkpoint.flatten import (
     Adapter,
     HostView,
     NamedTensor,
+    RandomState,
     as_array,
     as_stateful,
     averages,
@@ -83,20 +84,9 @@ def tensor(array: np.ndarray, dtype: str) -> torch.Tensor:
 MAKERS[_KIND] = tensor
 
 
-class _Generator(Adapter):
-    def __init__(self, generator: torch.Generator) -> None:
-        self._generator = generator
-
-    def state_dict(self) -> torch.Tensor:
-        return self._generator.get_state()
-
-    def load_state_dict(self, state: torch.Tensor) -> None:
-        self._generator.set_state(state)
-
-
 @as_stateful.register
 def _(value: torch.Generator, world: World) -> Stateful:
-    return _Generator(value)
+    return RandomState(value.get_state, value.set_state)
 
 
 class _Schedule(Adapter):
@@ -334,7 +324,7 @@ class _Wrapped(_Module):
         return super().state_dict() | ({self._RESIDUALS: own} if own else {})
 
     def _residuals(self) -> dict[str, Any]:
-        return residuals(self._model.backward_pass.reducer, self._model.compression)
+        return residuals(self._model.backward_pass.reducer)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._RESIDUALS in state and not self._residuals() and self._model.world.rank == 0:

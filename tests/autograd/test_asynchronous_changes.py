@@ -7,6 +7,7 @@ import threading
 
 import numpy as np
 import pytest
+from raises import raises
 
 from hpcdp import autograd, checkpoint, nn, optim
 from hpcdp.autograd import Tensor
@@ -297,5 +298,5 @@ def test_results_of_another_block_or_thread_are_waited_for(gates):
         thread.start()
         thread.join()
     np.testing.assert_array_equal(found[0], (logits.data + 1) * 2)
-    with autograd.asynchronous(), pytest.raises(DataError, match="labels"):
+    with autograd.asynchronous(), raises(DataError, operation="softmax_cross_entropy", where="labels"):
         _ = failed * 2

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from finite_differences import assert_gradients
+from raises import raises
 
 from hpcdp import autograd, nn
 from hpcdp.autograd import Tensor, concatenate, maximum, minimum, operators, stack, where
@@ -109,26 +110,26 @@ def test_matrix_products(left, right):
 
 
 @pytest.mark.parametrize(
-    ("shapes", "axis", "got"),
+    ("shapes", "axis", "fields"),
     [
-        ([(2, 3), (2, 4)], 0, r"\(2, 3\), \(2, 4\)"),
-        ([(2,), (2, 1)], 0, r"\(2,\), \(2, 1\)"),
-        ([(2, 3)], 2, ""),
-        ([], 0, "none"),
+        ([(2, 3), (2, 4)], 0, {"expected": 0, "got": [(2, 3), (2, 4)]}),
+        ([(2,), (2, 1)], 0, {"expected": 0, "got": [(2,), (2, 1)]}),
+        ([(2, 3)], 2, {"expected": 2}),
+        ([], 0, {"expected": 0}),
     ],
 )
-def test_what_cannot_be_joined(shapes, axis, got):
-    with pytest.raises(UnsupportedError, match=rf"concatenate: expected tensors .* along axis {axis}, got {got}"):
+def test_what_cannot_be_joined(shapes, axis, fields):
+    with raises(UnsupportedError, operation="concatenate", **fields):
         concatenate([Tensor(np.zeros(shape)) for shape in shapes], axis)
 
 
 MISFITS = {
-    "add": (lambda x: x + np.ones(4), r"operands of compatible shapes, got \(2, 3\), \(4,\); .*broadcast"),
-    "multiply": (lambda x: np.ones((3, 3)) * x, r"operands of compatible shapes, got \(3, 3\), \(2, 3\);"),
-    "maximum": (lambda x: operators.maximum(x, np.ones(2)), r"operands .*, got \(2, 3\), \(2,\);"),
-    "matmul": (lambda x: x @ np.ones((2, 4)), r"operands .*, got \(2, 3\), \(2, 4\); .*size 2 is different from 3"),
-    "reshape": (lambda x: x.reshape(4, 2), r"arguments valid for an operand of shape \(2, 3\), got cannot reshape"),
-    "sum": (lambda x: x.sum(axis=2), r"arguments valid for an operand of shape \(2, 3\), got axis 2 is out of bounds"),
+    "add": (lambda x: x + np.ones(4), [(2, 3), (4,)]),
+    "multiply": (lambda x: np.ones((3, 3)) * x, [(3, 3), (2, 3)]),
+    "maximum": (lambda x: operators.maximum(x, np.ones(2)), [(2, 3), (2,)]),
+    "matmul": (lambda x: x @ np.ones((2, 4)), [(2, 3), (2, 4)]),
+    "reshape": (lambda x: x.reshape(4, 2), "(4,2)"),
+    "sum": (lambda x: x.sum(axis=2), "axis 2"),
 }
 
 
@@ -142,20 +143,20 @@ class Applied(nn.Module):
 
 @pytest.mark.parametrize("name", MISFITS)
 def test_operands_that_do_not_fit_are_told_with_the_operator(name):
-    call, message = MISFITS[name]
+    call, got = MISFITS[name]
     x = Tensor(np.ones((2, 3)))
-    with pytest.raises(UnsupportedError, match=f"^{name}: expected {message}"):
+    with raises(UnsupportedError, operation=name, got=got):
         call(x)
-    with pytest.raises(UnsupportedError, match=f"^{name}: expected {message}"), autograd.asynchronous():
+    with raises(UnsupportedError, operation=name, got=got), autograd.asynchronous():
         call(x).asnumpy()
 
 
 @pytest.mark.parametrize("name", ["reshape", "sum"])
 def test_they_are_told_in_a_hybridized_network_too(name):
-    call, message = MISFITS[name]
+    call, got = MISFITS[name]
     net = Applied(call)
     net.hybridize()
-    with pytest.raises(UnsupportedError, match=f"^{name}: expected {message}"):
+    with raises(UnsupportedError, operation=name, expected=(2, 3), got=got):
         net(np.ones((2, 3)))
 
 

@@ -4,6 +4,7 @@ import warnings
 
 import numpy as np
 import pytest
+from raises import raises
 
 from hpcdp import nn
 from hpcdp.autograd import Tensor, maximum, minimum, record, stack
@@ -97,7 +98,7 @@ def test_sums_over_many_are_exact_whatever_the_axes(dtype, shape, axes):
 
 @pytest.mark.parametrize("axis", ["a", 1.0, (0, None)])
 def test_an_axis_that_is_no_number_is_told(axis):
-    with pytest.raises(UnsupportedError, match=r"sum: expected arguments valid for .*, got axis "):
+    with raises(UnsupportedError, operation="sum"):
         Tensor(np.ones((2, 3))).sum(axis=axis)
 
 
@@ -179,9 +180,9 @@ def test_no_gradient_goes_through_integers():
     net.hybridize()
     for _ in range(2):
         np.testing.assert_array_equal(gradients(net, x)[0], [1, 2])
-    with pytest.raises(UnsupportedError, match=r"attach_grad \[dtype\]: expected floats, got int64"):
+    with raises(UnsupportedError, operation="attach_grad", where="dtype", expected="floats", got="int64"):
         Tensor(np.arange(3)).attach_grad()
-    with record(), pytest.raises(HpcdpError, match="not on the tape"):
+    with record(), raises(HpcdpError, operation="backward", got=(2,)):
         Tensor(x).astype("int32").backward()
 
 
@@ -191,8 +192,8 @@ def test_axes_that_are_not_there():
         lambda: stack([a, a], axis=3), lambda: stack([a, a], axis=-4), lambda: a.transpose(5, 2),
         lambda: a.transpose(0, 0), lambda: a.transpose(0, 1, 3), lambda: a.transpose("a"), lambda: a.transpose(0.5, 1),
     ):  # fmt: skip
-        with pytest.raises(UnsupportedError, match=r"(stack|transpose) \[axes\]: expected axes from -\d to "):
+        with raises(UnsupportedError, where="axes"):
             call()
-    with pytest.raises(UnsupportedError, match="got none"):
+    with raises(UnsupportedError, operation="concatenate", expected=0):
         stack([])
     assert stack([a, a], axis=-3).shape == (2, 2, 3) and a.transpose(-1, 0).shape == (3, 2)

@@ -5,6 +5,7 @@ import weakref
 import numpy as np
 import pytest
 import standin
+from raises import raises
 
 from hpcdp import autograd
 from hpcdp.autograd import Tensor, on_tape
@@ -108,7 +109,7 @@ def test_the_request_that_holds_at_backward_counts():
 
 
 def test_an_unknown_request_lists_the_valid_ones():
-    with pytest.raises(HpcdpError, match=r"attach_grad \[grad_req\]: expected one of write, add, null, got 'wrte'"):
+    with raises(HpcdpError, operation="attach_grad", where="grad_req", got="wrte"):
         Tensor([1.0]).attach_grad("wrte")
 
 
@@ -119,17 +120,17 @@ def test_a_second_backward_needs_retain_graph():
     y.backward(retain_graph=True)
     y.backward()
     np.testing.assert_array_equal(x.grad, [6.0])
-    with pytest.raises(HpcdpError, match=r"a tape that an earlier backward has freed; call .* with retain_graph=True"):
+    with raises(HpcdpError, operation="backward", remedy="retain_graph=True"):
         y.backward()
 
 
 def test_what_was_not_recorded_has_no_backward():
     x = leaf([3.0])
-    with pytest.raises(HpcdpError, match=r"not on the tape; compute it inside `with autograd.record\(\):`"):
+    with raises(HpcdpError, operation="backward", remedy="autograd.record()"):
         (x * x).backward()
     with autograd.record(), autograd.pause():
         y = x * x
-    with pytest.raises(HpcdpError, match="not on the tape"):
+    with raises(HpcdpError, operation="backward", got=(1,)):
         y.backward()
 
 
@@ -145,7 +146,7 @@ def test_a_head_gradient_of_another_shape_is_refused():
     x = leaf([1.0, 2.0])
     with autograd.record():
         y = x * 2
-    with pytest.raises(HpcdpError, match=r"head_grads.*expected shape \(2,\), got \(3,\)"):
+    with raises(HpcdpError, operation="backward", where="head_grads", expected=(2,), got=(3,)):
         y.backward(np.ones(3))
 
 
@@ -252,7 +253,7 @@ def test_grad_of_what_was_never_attached_is_refused():
     x = leaf([1.0])
     with autograd.record():
         y = x * 2
-    with pytest.raises(HpcdpError, match=r"grad \[variables\].*attach_grad\(\) before recording"):
+    with raises(HpcdpError, operation="grad", where="variables", remedy="attach_grad()"):
         autograd.grad(y, Tensor([1.0]))
 
 
@@ -261,14 +262,11 @@ def test_gradients_of_gradients_are_refused():
     with autograd.record():
         y = x * x
     (gradient,) = autograd.grad(y, [x], retain_graph=True)
-    expected = (
-        "expected tensors, got a ndarray; pass tensors: gradients are arrays, and second derivatives are not supported"
-    )
-    with pytest.raises(HpcdpError, match=f"backward: {expected}"):
+    with raises(HpcdpError, operation="backward", expected="tensors", got="ndarray"):
         autograd.grad(gradient, x)
-    with pytest.raises(HpcdpError, match=f"grad: {expected}"):
+    with raises(HpcdpError, operation="grad", expected="tensors", got="ndarray"):
         autograd.grad(y, [gradient])
-    with pytest.raises(HpcdpError, match=f"backward: {expected}"):
+    with raises(HpcdpError, operation="backward", expected="tensors", got="ndarray"):
         autograd.backward([y, gradient])
 
 
@@ -334,7 +332,7 @@ def test_device_arrays_take_the_same_way():
     grad = x.grad
     with autograd.record():
         y = ((x @ x.T) * 2.0 + x[0]).exp().sum(axis=1)
-    with pytest.raises(HpcdpError, match="in-place"), autograd.record():
+    with raises(HpcdpError, operation="in-place change"), autograd.record():
         x[0] = 1.0
     y.backward(retain_graph=True)
     assert x.grad is grad

@@ -1,10 +1,10 @@
 import copy
 import pickle
-import re
 
 import numpy as np
 import pytest
 import standin
+from raises import raises
 
 from hpcdp import autograd, nn
 from hpcdp.autograd import Tensor
@@ -24,15 +24,14 @@ def test_arrays_are_kept_and_lists_become_float32():
 
 @pytest.mark.parametrize("given", [None, [None], [[1.0, None]]])
 def test_none_is_refused_and_not_nan(given):
-    said = f"Tensor: expected an array or numbers, got {given}; omit an optional input instead of passing None"
-    with pytest.raises(HpcdpError, match=f"^{re.escape(said)}$"):
+    with raises(HpcdpError, operation="Tensor", got=given):
         Tensor(given)
     assert np.isnan(Tensor([np.nan, 1.0]).data).tolist() == [True, False]
 
 
 @pytest.mark.parametrize("given", ["a", {}, [[1], [2, 3]], [1, "b"], object()])
 def test_what_is_no_array_is_said_in_a_line(given):
-    with pytest.raises(HpcdpError, match=r"^Tensor: expected an array or numbers, got ") as caught:
+    with raises(HpcdpError, operation="Tensor") as caught:
         Tensor(given)
     assert "\n" not in str(caught.value)
 
@@ -71,8 +70,7 @@ def test_arrays_of_other_libraries_become_numpys():
 
 @pytest.mark.parametrize("error", [RuntimeError("use detach()"), TypeError("use cpu()"), ValueError("closed")])
 def test_what_another_library_refuses_is_told(error):
-    said = f"Tensor: expected an array or numbers, got foreign; {error}"
-    with pytest.raises(HpcdpError, match=f"^{re.escape(said)}$"):
+    with raises(HpcdpError, operation="Tensor", got="foreign", remedy=error):
         Tensor(Foreign(np.ones(2), error))
 
 
@@ -121,9 +119,9 @@ def test_leaves_do_not_change_while_recording():
     x = Tensor([1.0, 2.0])
     x.attach_grad()
     with autograd.record():
-        with pytest.raises(HpcdpError, match="in-place change: expected a tensor that is not on the tape"):
+        with raises(HpcdpError, operation="in-place change", remedy="autograd.pause()"):
             x += 1
-        with pytest.raises(HpcdpError, match="in-place change"):
+        with raises(HpcdpError, operation="in-place change"):
             x[0] = 1.0
         with autograd.pause():
             x += 1
@@ -137,7 +135,7 @@ def test_what_wants_a_gradient_is_not_written_into_another_tensor_while_recordin
     place = Tensor([0.0, 0.0])
     with autograd.record():
         for value in (x * x, x):
-            with pytest.raises(HpcdpError, match=r"in-place change.*with a gradient.*value.detach\(\)"):
+            with raises(HpcdpError, operation="in-place change", remedy="value.detach()"):
                 place[...] = value
         place[...] = (x * x).detach()
         y = place * scale
@@ -151,12 +149,12 @@ def test_recorded_results_do_not_change_before_backward():
     x.attach_grad()
     with autograd.record():
         y = x.exp()
-        with autograd.pause(), pytest.raises(HpcdpError, match=r"in-place change.*that was recorded"):
+        with autograd.pause(), raises(HpcdpError, operation="in-place change", got=[(2,), "recorded"]):
             y += 1
     before = y.asnumpy()
-    with pytest.raises(HpcdpError, match=r"not on the tape.*that was recorded"):
+    with raises(HpcdpError, operation="in-place change", got=[(2,), "recorded"]):
         y *= 2
-    with pytest.raises(HpcdpError, match="that was recorded; make a new tensor, or call backward first"):
+    with raises(HpcdpError, operation="in-place change", got=[(2,), "recorded"]):
         y[0] = 0.0
     y.backward()
     np.testing.assert_array_equal(x.grad, before)
@@ -214,7 +212,7 @@ def test_attaching_a_gradient_cuts_the_tape():
 
 def test_integers_do_not_swallow_fractions_in_place():
     x = Tensor(np.arange(3))
-    with pytest.raises(UnsupportedError, match="expected a result that can be cast to int64, got float"):
+    with raises(UnsupportedError, operation="in-place operation", expected="int64", got="float64"):
         x += 0.5
     x += 2
     assert x.asnumpy().tolist() == [2, 3, 4]
@@ -223,7 +221,7 @@ def test_integers_do_not_swallow_fractions_in_place():
 @pytest.mark.parametrize(("dtype", "other"), [(np.uint8, np.arange(3)), (bool, np.arange(3)), (np.float32, 1j)])
 def test_what_does_not_fit_is_no_change_in_place(dtype, other):
     x = Tensor(np.ones(3, dtype))
-    with pytest.raises(UnsupportedError, match=f"expected a result that can be cast to {np.dtype(dtype)}"):
+    with raises(UnsupportedError, operation="in-place operation", expected=np.dtype(dtype)):
         x += other
     assert x.asnumpy().tolist() == [1, 1, 1]
 
@@ -244,7 +242,7 @@ def test_a_tensor_without_axes_has_no_rows():
 
 
 def test_complex_numbers_get_no_gradient():
-    with pytest.raises(UnsupportedError, match="expected floats, got complex64"):
+    with raises(UnsupportedError, operation="attach_grad", where="dtype", expected="floats", got="complex64"):
         Tensor(np.ones(2, np.complex64)).attach_grad()
 
 
@@ -264,7 +262,7 @@ def test_copies_of_recorded_tensors_are_on_no_tape(copied):
         y = leaf * 3
     other = copied(y)
     assert (other.node, other.data.tolist()) == (None, [3, 6])
-    with pytest.raises(HpcdpError, match="that is not on the tape"):
+    with raises(HpcdpError, operation="backward", got=(2,)):
         other.backward()
     y.backward()
     assert leaf.grad.tolist() == [3, 3]

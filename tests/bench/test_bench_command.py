@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from raises import raises
 
 from hpcdp import collectives
 from hpcdp.bench import command, communication, measure, tune
@@ -24,7 +25,7 @@ from hpcdp.core.arrays import dtype_of
 from hpcdp.errors import ConfigError
 
 QUICK = ("-i", "3", "-x", "1")
-BLOCKING = [name for name in command.COLLECTIVES if name != "iallreduce"]
+BLOCKING = [name for name in command.COLLECTIVES if name not in ("iallreduce", *command.BLOCKS)]
 
 
 @pytest.fixture(autouse=True)
@@ -45,11 +46,12 @@ def bench(ranks: int, *arguments: str) -> list[int]:
 
 OSU_COLUMNS = {
     "latency": "# Size       Avg Latency(us)",
+    "pt2pt": "# Size       Avg Latency(us)",
     "bandwidth": "# Size      Bandwidth (MB/s)",
     "bibandwidth": "# Size      Bandwidth (MB/s)",
     "multi_pair": "# Size                  MB/s        Messages/s",
-    **dict.fromkeys(BLOCKING, "# Size       Avg Latency(us)"),
-    "iallreduce": "# Size          Overall(us)      Compute(us)   Pure Comm.(us)       Overlap(%)",
+    **dict.fromkeys([*BLOCKING, *command.BLOCKS], "# Size       Avg Latency(us)"),
+    "iallreduce": "# Size           Overall(us)       Compute(us)    Pure Comm.(us)        Overlap(%)",
 }
 OSU_TITLES = {
     "latency": "Latency",
@@ -62,6 +64,11 @@ OSU_TITLES = {
     "allgather": "Allgather Latency",
     "broadcast": "Broadcast Latency",
     "reduce": "Reduce Latency",
+    "pt2pt": "Latency",
+    "allgatherv": "Allgatherv Latency",
+    "alltoall": "All-to-All Personalized Exchange Latency",
+    "gather": "Gather Latency",
+    "scatter": "Scatter Latency",
 }
 
 
@@ -77,9 +84,8 @@ def test_osu_columns(name: str, given: list[str], capsys: pytest.CaptureFixture[
     assert f"# Datatype: {'MPI_CHAR' if name in command.PAIRS else 'MPI_FLOAT'}." in lines
     assert all(line.startswith("#") or not line for line in lines[1:-2])
     columns = len(re.split(r"\s{2,}", OSU_COLUMNS[name])) - 1
-    width = 18 if name != "iallreduce" else 16 if given else 17
+    width = 18
     assert lines[-3] == OSU_COLUMNS[name] if not given else lines[-3].endswith(f"{'Validation':>{width}}")
-    assert len(lines[-3]) <= 80 or given
     for line, nbytes in zip(lines[-2:], (8, 80), strict=True):
         values = rf"[ \d]{{{width - 3}}}\.\d\d" * columns + f"{'Pass':>{width}}" * len(given)
         assert re.fullmatch(rf"{nbytes:<10}{values}", line)
@@ -111,7 +117,7 @@ def test_predictions_stand_behind_osu_s_columns(
     monkeypatch.setattr(tune, "probe", lambda world: ETHERNET)
     bench(2, "allreduce", "-m", "64:64", "-f", "-c", "--predict")
     *_, heading, line = capsys.readouterr().out.splitlines()
-    assert heading.endswith("  Iterations      Validation   Predicted(us)") and len(line) == len(heading)
+    assert heading.endswith("  Iterations        Validation     Predicted(us)") and len(line) == len(heading)
 
 
 def test_options_have_osu_s_names() -> None:
@@ -150,20 +156,46 @@ def test_nccl_columns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     lines = printed.splitlines()
     assert NCCL_HEADING in printed
-    total = 3 * 16384 if name == "allgather" else 16384
+    total = 3 * 16384 if name in ("allgather", *command.BLOCKS) else 16384
     op = "sum" if "reduce" in name else "none"
-    root = 0 if name in ("broadcast", "reduce") else -1
+    root = 0 if name in command.ROOTED else -1
+    only_one = name in ("broadcast", *command.BLOCKS)
     (line,) = [line for line in lines if not line.startswith("#")]
     assert line.startswith(f"{total:>12}{8192:>14}{'half':>10}{op:>8}{root:>8}")
     out_of_place, in_place = line.split()[5:9], line.split()[9:13]
-    assert in_place[3] == "0" and out_of_place[3] == ("N/A" if name == "broadcast" else "0")
-    if name != "broadcast":
+    assert in_place[3] == "0" and out_of_place[3] == ("N/A" if only_one else "0")
+    if not only_one:
         us, algbw, _busbw = map(float, out_of_place[:3])
         assert algbw == pytest.approx(total / us / 1e3, abs=0.006)
     assert lines[-3] == "# Out of bounds values : 0 OK"
     average = float(lines[-2].removeprefix("# Avg bus bandwidth    : "))
     measured = [float(each[2]) for each in (out_of_place, in_place) if each[2] != "N/A"]
     assert average == pytest.approx(np.mean(measured), abs=0.006)
+
+
+NARROW = [
+    ("allreduce", "--style", "nccl", "--predict"),
+    ("broadcast", "--style", "nccl"),
+    ("allreduce", "-f", "-c", "--predict"),
+    ("iallreduce", "-f", "-c", "--predict"),
+    ("multi_pair", "-f", "-c", "--predict"),
+]
+
+
+@pytest.mark.parametrize("arguments", NARROW, ids=" ".join)
+def test_a_table_fits_a_terminal(arguments: tuple[str, ...], monkeypatch, capsys) -> None:
+    given = (*arguments, "-m", "4K:64K", "--factor", "16")
+    assert bench(2, *given) == [0, 0]
+    in_a_file = capsys.readouterr().out
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("TTY_INTERACTIVE", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    assert bench(2, *given) == [0, 0]
+    on_a_terminal = capsys.readouterr().out
+    assert max(map(len, in_a_file.splitlines())) > 80 >= max(map(len, on_a_terminal.splitlines()))
+    numbers = [len(re.sub("^#.*", "", text, flags=re.M).split()) for text in (in_a_file, on_a_terminal)]
+    constants = 4 if "nccl" in arguments else 0  # count, type, redop, root of each size are in the heading
+    assert numbers[0] == numbers[1] + 2 * constants
 
 
 @pytest.mark.parametrize("name", BLOCKING)
@@ -203,6 +235,21 @@ def test_a_wrong_algorithm_fails(
     assert bench(2, *given, "-c", "0") == [0, 0]
 
 
+@pytest.mark.parametrize("name", command.BLOCKS)
+def test_blocks_are_right_and_wrong_ones_fail(name: str, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for ranks in (1, 3):
+        assert bench(ranks, name, "-c", "-m", "4:100K", "--factor", "160") == [0] * ranks
+    assert "Fail" not in capsys.readouterr().out
+    function = "allgather" if name == "allgatherv" else name
+    honest = getattr(communication.collectives, function)
+
+    def stale(x: Any, *given: Any, **named: Any) -> Any:
+        return honest(None if x is None else x * 0, *given, **named)
+
+    monkeypatch.setattr(communication.collectives, function, stale)
+    assert bench(2, name, "-c", "-m", "64:64") == [1, 1]
+
+
 def test_a_nonblocking_one_that_is_not_waited_for_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     class Nothing:
         def wait(self) -> None: ...
@@ -213,13 +260,13 @@ def test_a_nonblocking_one_that_is_not_waited_for_fails(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("name", command.PAIRS)
 def test_lost_messages_fail(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = communication.own_messages
+    honest = communication.public_messages if name == "pt2pt" else communication.own_messages
 
     def stale(world: World) -> communication.PairMessages:
         ways = honest(world)
         return communication.PairMessages(lambda x, to: ways.send(x * 0, to), ways.receive, ways.finish)
 
-    monkeypatch.setattr(communication, "own_messages", stale)
+    monkeypatch.setattr(communication, honest.__name__, stale)
     assert 1 in bench(2, name, "-m", "64:64")
 
 
@@ -430,7 +477,11 @@ def test_dtypes_as_osu_names_them() -> None:
         (1, ["broadcast", "--algorithm", "ring"], "unknown broadcast algorithm 'ring'; valid: auto, "),
         (1, ["reduce", "--op", "summ"], "unknown op 'summ'; did you mean 'sum'? valid: sum, mean, min, max, prod"),
         (2, ["broadcast", "-k", "2"], "bench --root-rank: expected a rank, 0 to 1, got 2"),
-        (2, ["allreduce", "-k", "1"], "bench allreduce --root-rank: expected one of broadcast, reduce, got 1"),
+        (
+            2,
+            ["allreduce", "-k", "1"],
+            "--root-rank: expected one of broadcast, reduce, gather, scatter, got 1",
+        ),
         (2, ["allreduce", "-M", "2"], "bench --mem-limit: expected 4 bytes or more, got 2"),
         (2, ["allreduce", "-m", "1G:512G"], "expected messages that fit into the "),
         (2, ["allreduce", "--csv", "/nowhere/x.csv"], "bench: there is no folder /nowhere"),
@@ -483,7 +534,7 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(
 
 def test_each_file_is_one_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "file")
-    with pytest.raises(ConfigError, match="different files for --csv, --json and --plot, got the same file twice"):
+    with raises(ConfigError, operation="bench", expected=["--csv", "--json", "--plot"]):
         command.parse(["allreduce", "--csv", str(tmp_path / "file"), "--json", str(tmp_path / "link")])
     assert command.parse(["allreduce", "--csv", "/dev/null", "--json", "/dev/null"]).files == ["/dev/null"] * 2
 

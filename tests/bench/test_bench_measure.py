@@ -4,6 +4,7 @@ import time
 
 import numpy as np
 import pytest
+from raises import raises
 
 from hpcdp.bench import measure
 from hpcdp.bench.measure import FreshData, MeasuringSchedule, Series
@@ -19,7 +20,7 @@ def test_sizes_are_binary(text: str, nbytes: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "K", "4X", "-4", "1.5M", "4²"])
 def test_a_wrong_size_is_named(text: str) -> None:
-    with pytest.raises(ConfigError, match="64K"):
+    with raises(ConfigError, operation="size", expected="K"):
         measure.parse_size(text)
 
 

@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, replace
 
 import pytest
+from raises import raises
 
 from hpcdp.bench import tune
 from hpcdp.bench.tune import Effort
@@ -114,7 +115,7 @@ def test_a_table_with_malformed_rows_is_told_once_and_written_anew(tables, capsy
     path.write_text(json.dumps(json.loads(path.read_text()) | {"measured": measured}))
 
     def refused(world):
-        with pytest.raises(ConfigError, match="run hpcdp tune"):
+        with raises(ConfigError, operation="tune --show"):
             tune.show(world)
         return True
 
@@ -213,7 +214,7 @@ def shows_what_was_printed(capsys):
     assert shown.count("# auto: ") == len(ALGORITHMS)
 
     def refused(world):
-        with pytest.raises(ConfigError, match="run hpcdp tune"):
+        with raises(ConfigError, operation="tune --show"):
             tune.show(world)
         return True
 
@@ -238,7 +239,7 @@ def test_what_was_saved_is_shown_and_that_of_other_collectives_stays(tables, cap
 
 
 def test_an_unknown_collective_is_told_with_the_valid_ones():
-    with pytest.raises(ConfigError, match=r"\[collective\]: expected one of allreduce, .*, got 'alreduce'"):
+    with raises(ConfigError, operation="tune", where="collective", got="alreduce"):
         tune.main(["alreduce"])
 
 
@@ -280,9 +281,9 @@ def test_wrong_usage_is_one_line(argv, says):
 
 
 def test_a_world_of_one_and_too_little_memory_are_refused():
-    with pytest.raises(ConfigError, match="2 ranks or more, got 1; run hpcdp launch -n 2 -- hpcdp tune"):
+    with raises(ConfigError, operation="tune", expected=2, got=1, remedy=["-n", 2]):
         thread_comm.run(1, lambda world: tune.tune(world, SHORT))
-    with pytest.raises(ConfigError, match="MiB of free memory"):
+    with raises(ConfigError, operation="tune -m", expected="MiB"):
         thread_comm.run(2, lambda world: tune.tune(world, Effort((1 << 50,))))
 
 
@@ -291,7 +292,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(tab
     monkeypatch.setenv("HPCDP_TUNING_DIR", str(tables / "file" / "folder"))
 
     def refused(world):
-        with pytest.raises(ConfigError, match="set HPCDP_TUNING_DIR to a writable folder"):
+        with raises(ConfigError, operation="tuning table", remedy="HPCDP_TUNING_DIR"):
             tune.tune(world, SHORT)
         return True
 

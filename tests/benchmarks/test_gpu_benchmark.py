@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 from gpu_on_host import graphs
+from raises import raises
 
 import bench_gpu as gpu
 import bench_gpu as gpu_jobs
@@ -58,7 +59,7 @@ def test_a_gpu_whose_driver_is_too_old_for_cupy_is_no_reason_to_skip(monkeypatch
     cuda = SimpleNamespace(runtime=runtime, is_available=lambda: False)  # which takes each error for no GPU
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(comm_world, "visible", lambda: (Gpu(0, "NVIDIA A", "0000:00:00.0", "a"),))
-    with pytest.raises(DeviceError, match=r"got one for CUDA up to 12\.8; .* make with CUDA=cuda12"):
+    with raises(DeviceError, operation="device", where="gpu(0)", got=["CUDA", 12.8], remedy="CUDA=cuda12"):
         gpu.main([])
     monkeypatch.setattr(comm_world, "visible", lambda: ())
     assert gpu.main([]) == 0
@@ -77,7 +78,7 @@ def test_every_kernel_is_right_and_rated(
     monkeypatch.setattr(gpu_alone, "_TURNS", 1)
     monkeypatch.setattr(gpu_kernels, "_CHANNELS", 2)
     monkeypatch.setattr(gpu_kernels, "_CLASSES", 100)
-    job = {"name": "shared, 2 ranks", "case": "shared", "ranks": 2, "share": 0.6, "told": "60 GB/s", "wrong": 0}
+    job = {"name": "shared, 2 ranks", "case": "shared", "ranks": 2, "share": 0.6, "summary": "60 GB/s", "wrong": 0}
     monkeypatch.setattr(gpu_jobs, "run_all", lambda jobs, size, ends: iter([job]))
     monkeypatch.setattr(gpu_alone.comm, "init", lambda: thread_comm.run(1, lambda world: world)[0])
 
@@ -179,8 +180,15 @@ def test_a_line_of_a_model_has_pytorch_beside_it_where_that_is_measured() -> Non
 
 
 def a_report() -> dict[str, object]:
-    seconds = {"behind": 0.010, "beside": 0.012}
-    training = {"name": "training, 2 ranks", "case": "training", "ranks": 2, "share": None, "told": "10 ms", "wrong": 0}
+    seconds = {"after": 0.010, "during": 0.012}
+    training = {
+        "name": "training, 2 ranks",
+        "case": "training",
+        "ranks": 2,
+        "share": None,
+        "summary": "10 ms",
+        "wrong": 0,
+    }
     processor = {"model": "A processor", "cores": 16, "caches": {}, "system": "Linux"}
     model = {"name": "lenet", "dtype": "float32", "batch": 256, "samples_s": 5000.0, "graphs_samples_s": 6000.0}
     kernel = {"name": "SGD", "us": 10.0, "gb_s": 4000.0, "copy_gb_s": 4200.0, "wrong": 0}
@@ -226,7 +234,7 @@ def test_figures_of_another_machine_are_taken_into_the_results(tmp_path: Path) -
 def test_a_file_that_has_no_figures_of_a_gpu_is_refused(tmp_path: Path, wrong: str) -> None:
     file = tmp_path / "gpu.json"
     file.write_text(wrong)
-    with pytest.raises(ConfigError, match=r"suite --gpu \[.*gpu.json\]: expected a file of .*bench_gpu.py"):
+    with raises(ConfigError, operation="suite --gpu", where=file, expected="bench_gpu.py"):
         suite.main(["--gpu", str(file), "--into", str(tmp_path)])
     assert not (tmp_path / "results.json").exists()
 

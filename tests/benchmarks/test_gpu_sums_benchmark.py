@@ -56,7 +56,7 @@ def test_each_job_comes_to_right_results(one_gpu, job):
         "shared": "GB/s of memory", "staging": "GB/s each way", "nccl": "refuses a rank that is not there",
         "refused": "NCCL refuses, CUDA_IPC is taken", "training": way, "codes": "topk",
     }  # fmt: skip
-    assert said[job.case] in found["told"]
+    assert said[job.case] in found["summary"]
     if job.case == "nccl":
         assert "NCCL_ERROR_4" in found["errors"][0] and "given up" in found["errors"][1]
 
@@ -66,7 +66,7 @@ def test_each_job_comes_to_right_results(one_gpu, job):
 def test_jobs_of_graphs_come_to_right_results(few, graphs_on_host, monkeypatch, job):
     monkeypatch.setattr("hpcdp.comm.cuda_memory._nccl_version", lambda: 0)
     found = run(job)
-    assert found["wrong"] == 0 and "with overlap" in found["told"]
+    assert found["wrong"] == 0 and "with overlap" in found["summary"]
     assert graphs_on_host.num_graphs == 2 * job.ranks, "one of each trainer: where there is one bucket none is cut"
 
 
@@ -93,7 +93,7 @@ def test_nccl_that_refuses_nothing_is_told(one_gpu, monkeypatch):
 
 def test_without_nccl_it_is_skipped(one_gpu, monkeypatch):
     monkeypatch.setattr("hpcdp.comm.cuda_memory._nccl_version", lambda: 0)
-    assert thread_comm.run(1, lambda world: gpu_sums.nccl(world, 50))[0]["told"] == "skipped: CuPy finds no NCCL"
+    assert thread_comm.run(1, lambda world: gpu_sums.nccl(world, 50))[0]["summary"] == "skipped: CuPy finds no NCCL"
 
 
 def test_a_case_on_a_machine_without_a_gpu_is_skipped_with_its_reason(monkeypatch, capsys):
@@ -111,7 +111,7 @@ def program(monkeypatch, text):
 def test_what_a_job_writes_is_its_row(monkeypatch):
     program(monkeypatch, """
 import json, os, sys
-found = {"told": os.environ.get("HPCDP_RANKS_PER_NODE", "-"), "share": 0.5, "wrong": 0}
+found = {"summary": os.environ.get("HPCDP_RANKS_PER_NODE", "-"), "share": 0.5, "wrong": 0}
 json.dump(found, open(sys.argv[1], "w"))
 """)  # fmt: skip
     rows = list(run_all([Job("training", 2), Job("training", 4, 2)], "4K", time.monotonic() + 20))

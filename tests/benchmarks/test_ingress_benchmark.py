@@ -14,7 +14,7 @@ from bench_harness import traffic
 from bench_harness.cluster import obstacle
 from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError
-from hpcdp.kvstore.handlers import serve
+from hpcdp.kvstore.serve import serve
 
 
 def report(wrong: int = 0) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def test_what_comes_in_is_asked_of_every_server(
     counter = tmp_path / "rx_bytes"
     counter.write_text("5000000\n")
     monkeypatch.setattr(traffic, "_RECEIVED", counter)
-    monkeypatch.setattr("hpcdp.kvstore.protocol.SPLIT_NBYTES", 1 << 10)
+    monkeypatch.setattr("hpcdp.kvstore.handlers.SPLIT_NBYTES", 1 << 10)
 
     def one(world: Any) -> dict[str, Any]:
         return traffic.ingress(world, servers, 1 << 14, 2, 3)

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from raises import raises
 
 import bench_pipeline as pipeline
 import bench_tensor_parallel as tensor_parallel
@@ -38,5 +39,5 @@ def test_its_command(tmp_path, capsys, monkeypatch):
     assert pipeline.main(["--batch", "8", "--width", "8", "--micro-batches", "2", "-i", "1", "--json", str(path)]) == 0
     assert "1 stages of 4 layers of 8, batches of 8" in capsys.readouterr().out
     assert json.loads(path.read_text())["figures"]["2"]["limit"] == 1
-    with pytest.raises(ConfigError, match="micro-batches"):
+    with raises(ConfigError, operation="pipeline --micro-batches"):
         pipeline.main(["--micro-batches", "2,x"])

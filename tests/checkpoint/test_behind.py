@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import samples
 import standin
+from raises import raises
 
 from hpcdp.checkpoint import Manager, Part, Sharded, directory, save
 from hpcdp.checkpoint import manager as checkpoint_manager
@@ -203,7 +204,7 @@ def test_errors_surface_on_all_ranks_and_the_next_save_works(rank, how, tmp_path
                 failing_on(patch, rank, DataError("save", where="x", got="No space left on device"))
             world.comm.barrier()
             manager.save(4, samples.state(4, world), wait=False)
-            with pytest.raises(DataError, match=f"rank {rank}: save .x.: got No space left on device"):
+            with raises(DataError, operation="save", where="x", rank=rank):
                 if how == "poll":
                     while not manager.poll():
                         time.sleep(0.001)
@@ -261,7 +262,7 @@ def test_errors_at_the_end_of_a_program_are_said(way, tmp_path, monkeypatch):
                 pass
 
     if way == "with":
-        with pytest.raises(DataError, match="No space left"):
+        with raises(DataError, operation="save", where="x"):
             thread_comm.run(2, one)
     else:
         with pytest.warns(UserWarning, match="No space left"):
@@ -339,7 +340,7 @@ def test_after_an_exception_the_folder_is_locked_as_long_as_a_save_goes_on(held,
             saving = left._saving
             raise KeyError
         world.comm.barrier()
-        with pytest.raises(DataError, match="no other job that saves here"):
+        with raises(DataError, operation="lock the checkpoints", where=tmp_path / "writer.lock"):
             directory.WriterLock(tmp_path)
         world.comm.barrier()
         held.set()

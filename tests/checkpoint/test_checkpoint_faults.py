@@ -11,6 +11,7 @@ import warnings
 import numpy as np
 import pytest
 import samples
+from raises import raises
 
 from hpcdp.checkpoint import Manager, directory, inspect, manifest
 from hpcdp.comm import thread_comm
@@ -224,7 +225,7 @@ def test_where_nothing_but_one_without_a_manifest_is_left(tmp_path):
     def one(world):
         with (
             Manager(tmp_path, world) as manager,
-            pytest.raises(DataError, match="got step-0000000003 without manifest"),
+            raises(DataError, operation="restore", where=tmp_path, got=["step-0000000003", "manifest.json"]),
         ):
             manager.restore()
 
@@ -237,9 +238,7 @@ def test_where_all_are_damaged(run):
 
     def one(world):
         with Manager(run, world) as manager:
-            with pytest.raises(
-                DataError, match=rf"step-{OLDER:010d}/{FIRST}\]: .*; no other is left: all 2 .* are damaged\b"
-            ):
+            with raises(DataError, operation="restore", where=f"{run}/step-0000000007/{FIRST}", remedy=2):
                 manager.restore()
             state = samples.state(21, world)
             manager.save(21, state)
@@ -254,9 +253,9 @@ def test_an_empty_folder(n, tmp_path):
     def one(world):
         with Manager(tmp_path / "none", world) as manager:
             assert (manager.steps(), manager.latest()) == ([], None)
-            with pytest.raises(DataError, match="expected a complete checkpoint, got none"):
+            with raises(DataError, operation="restore", where=tmp_path / "none"):
                 manager.restore()
-            with pytest.raises(DataError, match="expected a complete checkpoint of step 3, got none"):
+            with raises(DataError, operation="restore", where=tmp_path / "none", expected=3):
                 manager.restore(3)
 
     thread_comm.run(n, one)
@@ -348,9 +347,7 @@ def test_a_file_of_the_name_of_a_checkpoint(name, tmp_path):
     def one(world):
         with Manager(tmp_path, world, keep=2) as manager:
             manager.save(2, {})
-            with pytest.raises(
-                DataError, match=rf"save \[{tmp_path / name}\]: expected a folder, or nothing, got a file"
-            ):
+            with raises(DataError, operation="save", where=tmp_path / name):
                 manager.save(3, {})
             manager.save(4, {})
             assert manager.steps() == [2, 4]

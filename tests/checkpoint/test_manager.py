@@ -14,6 +14,7 @@ import pytest
 import samples
 from on_threads import caught, restore, save
 from pairs import pairs
+from raises import raises
 
 from hpcdp.checkpoint import Manager, Part, PerRank, Sharded, directory, flatten, inspect
 from hpcdp.comm import thread_comm
@@ -96,7 +97,7 @@ def test_retention(tmp_path):
             assert manager.steps() == [100, 110, 140, 150]
             restored = manager.restore(110)
             assert (restored.state, restored.metrics, restored.config) == ({"a": 110}, {"loss": 1}, {"lr": 0.1})
-            with pytest.raises(ConfigError, match=r"save \[metrics\]: expected 'loss', which the Manager's best"):
+            with raises(ConfigError, operation="save", where="metrics", expected=["loss", "Manager"]):
                 manager.save(160, {"a": 1}, metrics={"odd": 1})
 
     thread_comm.run(2, one)
@@ -105,7 +106,7 @@ def test_retention(tmp_path):
 def test_the_best_one_is_restored(tmp_path):
     def one(world):
         with Manager(tmp_path, world, keep=1, best="-loss") as manager:
-            with pytest.raises(DataError, match="expected checkpoints with the metric loss, got none"):
+            with raises(DataError, operation="restore", where=tmp_path, expected="loss"):
                 manager.restore(best=True)
             for step, loss in [(100, 2), (110, 1), (120, 1), (130, 6), (140, 7)]:
                 manager.save(step, {"a": step}, metrics={"loss": loss, "accuracy": step})
@@ -114,18 +115,21 @@ def test_the_best_one_is_restored(tmp_path):
                 manager.restore(best=best).step for best in (True, "-loss", "loss", "accuracy", "-accuracy", False)
             ]
             assert steps == [120, 120, 140, 140, 120, 140]
-            for wrong, says in (
-                ({"best": "speed"}, "checkpoints with the metric speed, got none"),
-                ({"best": "-"}, r"restore \[best\]: expected True, 'metric' or '-metric', got '-'"),
-                ({"best": 1.5}, "expected True, 'metric'"), ({"best": True, "step": 140}, "expected False with a step"),
-            ):  # fmt: skip
-                with pytest.raises((ConfigError, DataError), match=says):
+            for wrong, fields in (
+                ({"best": "speed"}, {"expected": "speed"}),
+                ({"best": "-"}, {"where": "best", "expected": ["metric", "'-metric'"], "got": "'-'"}),
+                ({"best": 1.5}, {"where": "best", "expected": "metric", "got": 1.5}),
+                ({"best": True, "step": 140}, {"where": "best", "expected": False, "got": True}),
+            ):
+                with raises((ConfigError, DataError), operation="restore", **fields):
                     manager.restore(**wrong)
-            with pytest.raises(MismatchError, match="best -loss as on rank 0, got best loss on rank 1"):
+            with raises(
+                MismatchError, operation="restore", where="item 2 of 2 on rank 0", expected=["-loss", 0], got=1
+            ):
                 manager.restore(best="loss" if world.rank else "-loss")
         with (
             Manager(tmp_path, world) as manager,
-            pytest.raises(ConfigError, match=r"a Manager made with best=\.\.\., got Tr"),
+            raises(ConfigError, operation="restore", where="best", expected=["Manager", "best=..."], got=True),
         ):
             manager.restore(best=True)
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from on_threads import caught, save
+from raises import raises
 
 from hpcdp import checkpoint
 from hpcdp.checkpoint import Manager
@@ -12,27 +13,27 @@ from hpcdp.errors import ConfigError, DataError
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "fields"),
     [
-        ({"keep": 0}, "keep"),
-        ({"keep": True}, "keep"),
-        ({"keep": 2, "keep_every": -1}, "keep_every"),
-        ({"best": "loss"}, "keep"),
-        ({"compression": "zip"}, "compression"),
-        ({"shards": ["rank"]}, "shards"),
-        ({"keep": 1, "best": 3}, r"Manager \[best\]: expected 'metric', '-metric', or None, got 3"),
-        ({"keep": 1, "best": ""}, "best"),
-        ({"keep": 1, "best": "-"}, "best"),
-        ({"atomic_rename": "no"}, r"Manager \[atomic_rename\]: expected True or False, got 'no'"),
-        ({"path": None}, r"Manager \[path\]: expected a folder, as a str or a Path, got None"),
-        ({"path": 5}, "got 5"),
-        ({"path": b"x"}, "got b'x'"),
-        ({"path": ""}, "got ''"),
-        ({"world": 3}, r"Manager \[world\]: expected the world of hpcdp.init\(\), or None for it, got 3"),
+        ({"keep": 0}, {"where": "keep"}),
+        ({"keep": True}, {"where": "keep"}),
+        ({"keep": 2, "keep_every": -1}, {"where": "keep_every"}),
+        ({"best": "loss"}, {"where": "keep"}),
+        ({"compression": "zip"}, {"where": "compression"}),
+        ({"shards": ["rank"]}, {"where": "shards"}),
+        ({"keep": 1, "best": 3}, {"where": "best", "expected": ["metric", "'-metric'", None], "got": 3}),
+        ({"keep": 1, "best": ""}, {"where": "best"}),
+        ({"keep": 1, "best": "-"}, {"where": "best"}),
+        ({"atomic_rename": "no"}, {"where": "atomic_rename", "expected": False, "got": "no"}),
+        ({"path": None}, {"where": "path", "expected": ["str", "Path"], "got": None}),
+        ({"path": 5}, {"where": "path", "got": 5}),
+        ({"path": b"x"}, {"where": "path"}),
+        ({"path": ""}, {"where": "path"}),
+        ({"world": 3}, {"where": "world", "expected": ["hpcdp.init()", None], "got": 3}),
     ],
 )
-def test_settings_are_checked(arguments, message, n, tmp_path):
-    with pytest.raises(ConfigError, match=message):
+def test_settings_are_checked(arguments, fields, n, tmp_path):
+    with raises(ConfigError, operation="Manager", **fields):
         thread_comm.run(n, lambda world: Manager(**({"path": tmp_path, "world": world} | arguments)))
 
 
@@ -104,7 +105,7 @@ def test_a_folder_that_is_none_is_refused(what, tmp_path):
     path.symlink_to("nowhere") if what != "a file" else path.touch()
 
     def one(world):
-        with pytest.raises(DataError, match=rf"save \[.*here\]: expected a folder, or nothing yet, got {what}"):
+        with raises(DataError, operation="save", where=path):
             Manager(path, world).save(world.rank * 0, {"w": np.ones(2)})
 
     thread_comm.run(2, one)

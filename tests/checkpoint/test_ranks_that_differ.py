@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 from on_threads import caught, restore, save
+from raises import raises
 
 from hpcdp import nn
 from hpcdp.checkpoint import Manager, Part, PerRank, Sharded
@@ -86,7 +87,7 @@ def test_one_rank_that_cannot_restore_does_not_leave_others_waiting(tmp_path):
 
     results = thread_comm.run(2, one)
     assert len({*results}) == 1 and "rank 1: restore [a/rank-1]: expected shape (3,)" in results[0]
-    with pytest.raises(MismatchError, match="restore"):
+    with raises(MismatchError, operation="restore", where="item 2 of 2 on rank 1"):
         restore(tmp_path, 2, lambda world: {"net": nn.BatchNorm(4)} if world.rank else {})
 
 

@@ -104,7 +104,7 @@ UP = "import time, hpcdp; print('up', hpcdp.init().rank, flush=True); time.sleep
 
 
 def test_a_job_that_outlives_a_lost_host_is_no_success(slurm: Cluster) -> None:
-    """The last one here: node4 does not come back. With --no-kill Slurm leaves a job alone that has lost it."""
+    """The last one here: node4 stays lost. With --no-kill Slurm leaves a job alone that has lost it."""
     script, output = slurm.folder / "lost.sh", slurm.folder / "lost.txt"
     launch = [*hpcdp("launch", "-n", "2", "--"), sys.executable, "-c", f'"{UP}"']
     options = "--nodes=2 --ntasks-per-node=1 --nodelist=node[1,4] --no-kill --no-requeue"

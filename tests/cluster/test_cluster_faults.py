@@ -73,7 +73,7 @@ def check_resumed(cluster: Cluster, hosts: str, name: str, undisturbed: list[lis
     assert checkpoints_of(folder)
     again = launch(cluster, hosts, argv)
     assert again.returncode == 0, again.stdout + again.stderr
-    assert f"going on in {folder}\n" in again.stdout
+    assert f"resuming {folder}\n" in again.stdout
     assert numbers(folder) == undisturbed
 
 

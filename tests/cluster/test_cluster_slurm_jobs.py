@@ -130,7 +130,7 @@ def test_a_job_that_is_stopped_requeued_and_resumed_is_one_run(slurm: Cluster, l
 
     log = (site.folder / "runs" / f"train-{cut}.out").read_text()
     assert "start 1, on" in log and "start 2, on" in log
-    assert f"job {cut} goes back into the queue" in log
+    assert f"job {cut} is requeued" in log
     assert losses(site.folder / "runs" / "cut") == losses(site.folder / "runs" / "whole")
 
 
@@ -141,7 +141,7 @@ def test_usr1_that_comes_while_ranks_start_ends_nobody(slurm: Cluster) -> None:
     site.slurm("scancel", "--batch", "--signal=USR1", job)
     site.until(lambda: "Restarts=1" in site.show(job), "the requeue")
     assert site.end(job) == ("COMPLETED", 0)
-    assert "goes back into the queue" in (site.folder / "runs" / f"train-{job}.out").read_text()
+    assert "is requeued" in (site.folder / "runs" / f"train-{job}.out").read_text()
 
 
 def test_slurm_sends_the_signal_before_the_time_is_up(slurm: Cluster) -> None:
@@ -173,11 +173,11 @@ def test_a_job_that_was_saved_goes_on_by_the_command_that_is_named(slurm: Cluste
     site = Site(slurm, "srun")
     job = started(site)
     told = site.hpcdp("slurm", "cancel", "--save", job)
-    before, _, again = told.strip().partition("go on with: ")
-    assert before == f"job {job} does not come back; " and again.endswith(f" runs/train-{job}"), told
+    before, _, again = told.strip().partition("resume with: ")
+    assert before == f"job {job} is not requeued; " and again.endswith(f" runs/train-{job}"), told
     assert site.end(job) == ("FAILED", 75), site.show(job)
     assert "Restarts=0" in site.show(job)
-    assert "goes back into the queue" not in (site.folder / "runs" / f"train-{job}.out").read_text()
+    assert "is requeued" not in (site.folder / "runs" / f"train-{job}.out").read_text()
 
     run = site.folder / "runs" / f"train-{job}"
     saved = len(losses(run))
@@ -202,8 +202,8 @@ def test_a_job_whose_rank_is_killed_comes_back_as_often_as_it_may(slurm: Cluster
     assert site.end(job) == ("FAILED", 137)
     log = (site.folder / "runs" / f"train-{job}.out").read_text()
     assert log.count(f"hpcdp: job {job} has failed with status 137: task 1 on node2: Killed\n") == 2
-    assert log.count("goes back into the queue") == 1
-    assert f"job {job} does not come back: it has come back 1 times after faults; go on with: cd " in log
+    assert log.count("is requeued") == 1
+    assert f"job {job} is not requeued: it was requeued 1 times after failures; resume with: cd " in log
 
 
 @pytest.mark.parametrize("launcher", ["srun", "mpirun"])

@@ -1,6 +1,7 @@
 """Allgather, gather, scatter and alltoall of any sizes, nonblocking forms, and what is said where calls differ."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 import hpcdp
 from hpcdp.collectives import blocks
 from hpcdp.comm import thread_comm
+from hpcdp.comm.tasks import run_until_complete
 from hpcdp.errors import MismatchError, UnsupportedError
 
 DTYPES = ["float16", "bfloat16", "float32", "float64", "int8", "uint64", "bool", "complex64", "complex128"]
@@ -23,7 +25,7 @@ def rows_of(rank, rows, row, dtype):
     return values.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     n=st.integers(1, 8),
     nodes=NODES,
@@ -80,25 +82,52 @@ def test_alltoall_of_equal_parts(nodes, count):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "messages", "sent"), [("direct", 4, 40), ("pairwise", 4, 40), ("bruck", 3, 50), ("ring", 4, 40)]
-)
+    ("algorithm", "messages", "sent"),
+    [
+        ("direct", 4, 40), ("pairwise", 4, 40), ("bruck", 3, 50), ("ring", 4, 40), ("bruck_allgather", 3, 40),
+        ("by_node", 4, 40),
+    ],
+)  # fmt: skip
 def test_algorithms_send_what_their_formulas_say(algorithm, messages, sent):
     def rank(world):
-        data = np.full(10 if algorithm == "ring" else 50, world.rank, np.uint8)
-        if algorithm == "ring":
+        if algorithm in ("ring", "bruck_allgather"):
             parts = np.zeros(50, np.uint8)
-            parts[10 * world.rank :][:10] = data
+            parts[10 * world.rank :][:10] = world.rank
             moved = blocks.allgather_blocks(parts, range(0, 51, 10), world.rank)
         else:
-            moved = blocks.alltoall_blocks(data, np.full((5, 5), 10), world.rank)
+            data = np.full(50, world.rank, np.uint8)
+            moved = blocks.alltoall_blocks(data, np.zeros(50, np.uint8), np.full((5, 5), 10), world.rank)
         moved.keep_own(world.rank)
-        for stage in blocks.ALGORITHMS[algorithm](moved, world.comm, 0):
+        for stage in blocks.ALGORITHMS[algorithm](moved, world, 0):
             for request in stage:
                 request.wait()
         assert moved.received.tolist() == np.repeat(np.arange(5), 10).tolist()
         return world.comm.traffic.messages, world.comm.traffic.nbytes
 
     assert thread_comm.run(5, rank, 1) == [(messages, sent)] * 5
+
+
+@settings(max_examples=30, deadline=None)
+@given(nodes=st.lists(st.integers(1, 4), min_size=1, max_size=4), seed=st.integers(0, 99), is_even=st.booleans())
+def test_blocks_that_are_joined_by_node_arrive_as_by_the_specification(nodes, seed, is_even):
+    n = sum(nodes)
+    sizes = np.full((n, n), 3) if is_even else np.random.default_rng(seed).integers(0, 5, (n, n))
+    data = [np.random.default_rng([seed, rank]).integers(0, 256, sizes[rank].sum(), np.uint8) for rank in range(n)]
+
+    def rank(world):
+        results = []
+        for algorithm in ("direct", "pairwise", "by_node", *["bruck"] * is_even):
+            received = np.zeros(sizes[:, world.rank].sum(), np.uint8)
+            moved = blocks.alltoall_blocks(data[world.rank], received, sizes, world.rank)
+            if is_even:
+                moved = blocks.even_alltoall_blocks(data[world.rank], received, n, world.rank)
+            blocks.nodes_of(world)
+            moved.keep_own(world.rank)
+            run_until_complete(blocks.ALGORITHMS[algorithm](moved, world, 64 * len(results)))
+            results.append(received.tolist())
+        assert results.count(results[0]) == len(results)
+
+    thread_comm.run(n, rank, nodes)
 
 
 @pytest.mark.parametrize("nodes", [None, 1])
@@ -127,6 +156,30 @@ def test_any_number_under_way_ends_in_any_order(nodes):
 
     for n in (2, 3, 4):
         thread_comm.run(n, rank, nodes)
+
+
+def test_threads_start_operations_of_worlds_of_their_own_at_the_same_time():
+    def rank(world):
+        worlds = [world.split(0) for _ in range(4)]
+
+        def work(number):
+            part, sums = worlds[number], []
+            for step in range(20):
+                operations = [
+                    hpcdp.iallgather(np.full(step % 3, part.rank + number), part),
+                    hpcdp.iallreduce(np.full(2, part.rank + step), world=part),
+                ]
+                sums.append([operation.wait().tolist() for operation in operations])
+            return sums
+
+        with ThreadPoolExecutor(4) as pool:
+            results = list(pool.map(work, range(4)))
+        for number, sums in enumerate(results):
+            for step, (gathered, total) in enumerate(sums):
+                assert gathered == np.repeat([number, number + 1], step % 3).tolist()
+                assert total == [1 + 2 * step] * 2
+
+    thread_comm.run(2, rank)
 
 
 @pytest.mark.parametrize("nodes", [None, 1])
@@ -190,6 +243,27 @@ def test_splits_that_do_not_fit_are_refused(splits):
     assert caught.value.where == "splits"
 
 
+@pytest.mark.parametrize("nodes", [None, 1])
+def test_results_come_into_arrays_of_the_program(nodes):
+    def rank(world):
+        n, me = world.size, world.rank
+        out = np.zeros((n, 2))
+        assert hpcdp.alltoall(np.full((n, 2), float(me)), world=world, out=out) is out
+        assert out[:, 0].tolist() == list(range(n))
+        strided = np.zeros((2, n)).T
+        received, _ = hpcdp.alltoall(np.full((n, 2), float(me)), [1] * n, world, out=strided)
+        assert received is strided and strided[:, 1].tolist() == list(range(n))
+        gathered = hpcdp.gather(np.full((1, 2), float(me)), 1, world, out if me == 1 else None)
+        assert gathered is (out if me == 1 else None)
+        own = np.zeros((1, 2))
+        assert hpcdp.scatter(out if me == 1 else None, 1, world, out=own) is own and (own == me).all()
+        with pytest.raises(UnsupportedError) as caught:
+            hpcdp.alltoall(np.zeros((n, 2)), world=world, out=np.zeros((n, 3)))
+        assert caught.value.where == "out"
+
+    thread_comm.run(3, rank, nodes)
+
+
 def test_scalars_strided_and_read_only_arrays():
     def rank(world):
         me = world.rank
@@ -206,7 +280,7 @@ def test_scalars_strided_and_read_only_arrays():
         thread_comm.run(3, rank, nodes)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     n=st.integers(1, 5),
     nodes=NODES,

@@ -4,6 +4,7 @@ import contextlib
 
 import numpy as np
 import pytest
+from raises import raises
 
 from hpcdp.collectives import Monoid, allgather, allreduce, broadcast, iallreduce, reduce
 from hpcdp.comm import thread_comm
@@ -23,12 +24,12 @@ def test_nothing_is_sent():
 
 
 def test_several_nodes_are_refused_by_name():
-    with pytest.raises(UnsupportedError, match="expected one node whose ranks share memory"):
+    with raises(UnsupportedError, operation="allreduce", where="algorithm='shared'", got=2):
         thread_comm.run(4, lambda world: allreduce(np.zeros(3), world=world, algorithm="shared"), ranks_per_node=2)
 
 
 def test_a_dtype_without_a_kernel_is_told():
-    with pytest.raises(UnsupportedError, match="of 8, 32 or 64 bits, got int16"):
+    with raises(UnsupportedError, operation="allreduce", where="algorithm='shared'", expected=[8, 32, 64], got="int16"):
         thread_comm.run(2, lambda world: allreduce(np.zeros(3, "i2"), world=world, algorithm="shared"))
 
 

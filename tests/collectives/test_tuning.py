@@ -7,6 +7,7 @@ import warnings
 
 import numpy as np
 import pytest
+from raises import raises
 
 from hpcdp import collectives
 from hpcdp.collectives import registry
@@ -234,7 +235,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_on_every_rank(tables, monke
     monkeypatch.setenv("HPCDP_TUNING_DIR", str(tables / "file"))
 
     def refused(world):
-        with pytest.raises(ConfigError, match="set HPCDP_TUNING_DIR to a writable folder"):
+        with raises(ConfigError, operation="tuning table", remedy="HPCDP_TUNING_DIR"):
             save(world)
         return True
 
@@ -249,7 +250,7 @@ def test_a_table_that_cannot_be_completed_leaves_the_old_one(tables, monkeypatch
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(registry.os, "fsync", full)
-    with pytest.raises(ConfigError, match="No space left"):
+    with raises(ConfigError, operation="tuning table", where=where):
         thread_comm.run(2, save)
     assert where.read_bytes() == before
     assert list(tables.iterdir()) == [where]

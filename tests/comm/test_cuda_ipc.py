@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+from raises import raises
 from rows_on_gpus import assert_summed, summed_and_brought_to_all, to_gpu
 
 from hpcdp.comm import gpu_groups, thread_comm
@@ -136,9 +137,7 @@ def test_a_gpu_without_room_is_told_on_all_ranks(gpus_on_host, monkeypatch):
         return malloc(size)
 
     monkeypatch.setattr(cupy.cuda.runtime, "malloc", refused)
-    with pytest.raises(
-        DeviceError, match=r"CUDA IPC: expected 2097152 free bytes on the GPU, got cudaError2: stand-in"
-    ):
+    with raises(DeviceError, operation="CUDA IPC", expected=[2097152, "bytes", "GPU"], got="cudaError2"):
         thread_comm.run(2, lambda world: make(world, RowSize(3, np.dtype("f4"))))
     assert not gpus_on_host.allocated, "what others have taken is given back"
 
@@ -167,7 +166,7 @@ def test_memory_is_given_back_when_nobody_has_a_view_of_a_row(gpus_on_host, monk
 
 
 def test_what_no_kernel_sums_is_refused_by_name(gpus_on_host):
-    with pytest.raises(UnsupportedError, match=r"CUDA IPC \[dtype\]: expected float16 or bfloat16 or .*, got int8"):
+    with raises(UnsupportedError, operation="CUDA IPC", where="dtype", expected=["float16", "bfloat16"], got="int8"):
         thread_comm.run(1, lambda world: make(world, RowSize(3, np.dtype("int8"))))
 
 
@@ -181,9 +180,7 @@ def test_processes_that_do_not_see_each_other_are_told_so_on_all_ranks(gpus_on_h
     raised = []
 
     def rank(world):
-        with pytest.raises(
-            DeviceError, match=r"CUDA IPC: got cudaError201: stand-in; start containers with --ipc=host"
-        ):
+        with raises(DeviceError, operation="CUDA IPC", got="cudaError201", remedy="--ipc=host"):
             make(world, RowSize(3, np.dtype("f4")))
         raised.append(world.rank)
 
@@ -200,6 +197,6 @@ def test_each_row_begins_an_allocation_of_its_own_in_whole_blocks(gpus_on_host):
 
 
 def test_more_ranks_than_one_kernel_takes_are_refused_before_anything_is_made(gpus_on_host):
-    with pytest.raises(UnsupportedError, match="CUDA IPC: expected at most 32 ranks that share a GPU, got 33"):
+    with raises(UnsupportedError, operation="CUDA IPC", expected=[32, "GPU"], got=33):
         thread_comm.run(33, make)
     assert not gpus_on_host.allocated

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from pairs import in_turn
 from parameters_on_gpus import show_gpus
+from raises import raises
 from rows_on_gpus import assert_summed, summed_and_brought_to_all, to_gpu
 
 from hpcdp.comm import gpu_groups, thread_comm
@@ -166,7 +167,7 @@ def test_a_gpu_without_room_is_told_on_all_ranks(gpus_on_host, monkeypatch, full
     monkeypatch.setattr(runtime, "malloc", full_there)
 
     def rank(world):
-        with pytest.raises(DeviceError, match="free bytes on the GPU"):
+        with raises(DeviceError, operation="CUDA IPC", expected=["bytes", "GPU"]):
             make(world, [0, 1, 0], RowSize(10, np.dtype("f4")))
         return "told"
 

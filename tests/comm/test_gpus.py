@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from gpu_on_host import cuda_driver
+from raises import raises
 
 from hpcdp.comm import thread_comm
 from hpcdp.comm import world as comm_world
@@ -53,12 +54,12 @@ def test_a_driver_without_gpus(library, monkeypatch):
 
 def test_a_driver_that_does_not_start_says_why(library, monkeypatch):
     monkeypatch.setenv(cuda_driver.GPUS, "broken")
-    with pytest.raises(DeviceError, match=r"CUDA's driver \[cuInit\]: got error 999, unknown error"):
+    with raises(DeviceError, operation="CUDA's driver", where="cuInit", got=999):
         Driver(library)
 
 
 def test_no_driver_is_no_gpu(monkeypatch):
-    with pytest.raises(DeviceError, match=r"expected libnone\.so\.1, got libnone\.so\.1: cannot open"):
+    with raises(DeviceError, operation="CUDA's driver", expected="libnone.so", got="libnone.so"):
         Driver("libnone.so.1")
     monkeypatch.setattr(comm_world, "LIBRARY", "libnone.so.1")
     assert comm_world.visible.__wrapped__() == ()

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 MAKES = """
-import gc, os, sys
+import gc, os, sys, threading
 import numpy as np
 from mpi4py import MPI
 import hpcdp
@@ -67,7 +67,8 @@ before = held()
 for _ in range(int(sys.argv[2])):
     make()
 more = [now - then for now, then in zip(held(), before)]
-assert more[0] <= 0 and more[1] <= 16 and more[2] <= 100 and more[3] <= 30, more
+# A thread of the last world may end a moment later than that of another one.
+assert more[0] <= 2 and more[1] <= 16 and more[2] <= 100 and more[3] <= 30, (more, threading.enumerate())
 """
 KINDS = [line.split('"')[1] for line in MAKES.splitlines() if line.startswith('    "')]
 

@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 from gpu_on_host.nccl import NcclError
+from raises import raises
 from rows_on_gpus import assert_summed, summed_and_brought_to_all, write
 
 from hpcdp.comm import gpu_groups, thread_comm
@@ -106,8 +107,8 @@ def test_two_ranks_on_one_gpu_are_refused_before_nccl_starts(gpus_on_host):
         same = [Offer("0000:3b:00.0", "a", 22501)] * 2
         Nccl(world.node_comm, world.node_memory, Streams(gpu(0)), same, world.rank)
 
-    with pytest.raises(
-        DeviceError, match=r"expected one rank on each GPU, got local ranks 0, 1; start one rank per GPU"
+    with raises(
+        DeviceError, operation="NCCL", where="GPU 0000:3b:00.0", expected="GPU", got=["ranks 0", 1], remedy="GPU"
     ):
         thread_comm.run(2, rank)
 
@@ -117,13 +118,13 @@ def test_an_error_at_the_start_says_where_more_is_told(gpus_on_host):
         offers = [Offer(f"0000:{rank:02x}:00.0", str(rank), 22501) for rank in range(2)]
         Nccl(world.node_comm, world.node_memory, Streams(gpu(0)), offers, world.rank)  # in truth they share one
 
-    with pytest.raises(DeviceError, match=r"NCCL: got NCCL_ERROR_5: stand-in; set NCCL_DEBUG=INFO"):
+    with raises(DeviceError, operation="NCCL", got="NCCL_ERROR_5", remedy="NCCL_DEBUG=INFO"):
         thread_comm.run(2, rank)
 
 
 def test_what_nccl_has_no_number_for_is_refused_by_name(gpus_on_host):
-    for dtype, said in (("c8", "got complex64"), ("i2", r"NCCL \[dtype\]: expected int8 or uint8 or .*, got int16")):
-        with pytest.raises(UnsupportedError, match=said):
+    for dtype, fields in (("c8", {"got": "complex64"}), ("i2", {"expected": ["int8", "uint8"], "got": "int16"})):
+        with raises(UnsupportedError, operation="NCCL", where="dtype", **fields):
             thread_comm.run(1, lambda world, dtype=dtype: make(world, RowSize(3, np.dtype(dtype))))
 
 
@@ -134,10 +135,10 @@ def test_an_error_while_it_sums_ends_the_wait_and_gives_nccl_up(gpus_on_host):
         run_until_complete(row.reduce_scatter(parts_of(8, 2, 2)))
         world.barrier()
         group.node._comm.failed = True
-        with pytest.raises(DeviceError, match="got NCCL_ERROR_6"):
+        with raises(DeviceError, operation="NCCL", got="NCCL_ERROR_6"):
             row.check()
         assert group.node._comm.aborted
-        with pytest.raises(DeviceError, match=r"given up: .*NCCL_ERROR_6"):
+        with raises(DeviceError, operation="NCCL", got=["NCCL_ERROR_6", "NCCL"]):
             run_until_complete(row.allgather(parts_of(8, 2, 2)))
 
     thread_comm.run(2, rank)
@@ -149,7 +150,7 @@ def test_a_call_that_nccl_refuses_is_an_error_of_its_rank(gpus_on_host):
         monkey = group.node._comm
         monkey.check_async_error = lambda: None
         monkey.failed = True
-        with pytest.raises(DeviceError, match="rank 0: NCCL: got NCCL_ERROR_1") as caught:
+        with raises(DeviceError, operation="NCCL", got="NCCL_ERROR_1", rank=0) as caught:
             run_until_complete(group.rows[0].reduce_scatter([(0, 8)]))
         assert isinstance(caught.value.__cause__, NcclError)
 
@@ -188,7 +189,7 @@ def test_all_ranks_end_the_communicator_together_when_nothing_is_under_way(gpus_
 
     rows = thread_comm.run(3, rank)
     assert [row._node._comm.destroyed for row in rows] == [True] * 3
-    with pytest.raises(DeviceError, match="given up: no rows use it any more"):
+    with raises(DeviceError, operation="NCCL", got="rows"):
         rows[0].check()
 
 
@@ -253,7 +254,7 @@ def test_numbers_of_rows_are_given_again_when_no_rank_has_them_any_more(gpus_on_
             rows = make_rows(600)  # of 1024
             run_until_complete(rows[-1].allreduce())
             del rows
-        with pytest.raises(UnsupportedError, match="NCCL: expected at most 1023 rows, got 1024"):
+        with raises(UnsupportedError, operation="NCCL", expected=1023, got=1024):
             make_rows(1024)
         run_until_complete(kept.allreduce())
 
@@ -270,7 +271,7 @@ def test_where_it_was_given_up_others_get_a_new_one(gpus_on_host, monkeypatch):
         world.barrier()
         if world.rank == 1:
             first._node._comm.failed = True
-            with pytest.raises(DeviceError, match="NCCL_ERROR_6"):
+            with raises(DeviceError, operation="NCCL", got="NCCL_ERROR_6"):
                 first.check()
         (second,) = gpu_groups.make(world, streams, [size])[0]
         run_until_complete(second.allreduce())
@@ -336,7 +337,7 @@ def test_where_one_rank_has_given_up_all_give_up_and_none_waits_for_it(gpus_on_h
         world.barrier()
         if world.rank == world.size - 1:
             group.node._comm.failed = True
-            with pytest.raises(DeviceError, match="NCCL_ERROR_6"):
+            with raises(DeviceError, operation="NCCL", got="NCCL_ERROR_6"):
                 group.node.check()
         group.close()
         return group.node._comm.aborted, group.node._comm.destroyed
@@ -354,7 +355,7 @@ def test_who_waits_for_its_turn_hears_that_another_rank_has_given_up(gpus_on_hos
             with pytest.raises(DeviceError):
                 group.node.check()
             return
-        with pytest.raises(DeviceError, match=f"rank {world.rank}: NCCL: got rank 1 has given it up"):
+        with raises(DeviceError, operation="NCCL", got="rank 1", rank=world.rank):
             run_until_complete(group.rows[0].allreduce())
         told.append(group.node._comm.aborted)
 
@@ -372,7 +373,7 @@ def test_messages_name_ranks_by_their_number_in_the_world(gpus_on_host, monkeypa
         if world.rank >= 2:
             row._node._comm.failed = world.rank == 3
             said = "NCCL_ERROR_6" if world.rank == 3 else "rank 3 has given it up"
-            with pytest.raises(DeviceError, match=f"rank {world.rank}: NCCL: got {said}"):
+            with raises(DeviceError, operation="NCCL", got=said, rank=world.rank):
                 while True:
                     row.check()
 
@@ -416,7 +417,7 @@ def test_where_nccl_does_not_start_on_one_node_all_ranks_of_all_nodes_are_told(g
 
     def rank(world):
         device = gpu(world.place)
-        with pytest.raises(DeviceError, match="rank 2: NCCL: got NCCL_ERROR_3"):
+        with raises(DeviceError, operation="NCCL", got="NCCL_ERROR_3", rank=2):
             gpu_groups.make(world, Streams(device), [RowSize(8, np.dtype("f4"))])
         told.append(world.rank)
 

@@ -175,8 +175,7 @@ SERVER = """
         for worker in range(whole.size - whole.num_servers):
             whole.comm.irecv(np.empty(0, np.uint8), worker, ENDED).wait()
 
-    stub = sys.modules["hpcdp.kvstore.handlers"] = types.ModuleType("hpcdp.kvstore.handlers")
-    stub.serve = serve
+    program.serve = serve
     program.main()
 """
 WORKER = """
@@ -198,7 +197,7 @@ WORKER = """
 """
 
 
-COMPILING = re.compile(r"^hpcdp: (compiling kernels that are new|another process is compiling kernels).*\n", re.M)
+COMPILING = re.compile(r"^hpcdp: (compiling kernels that are new|waiting for another rank or job).*\n", re.M)
 
 
 def job(*programs, **environ):

@@ -2,6 +2,7 @@ import time
 
 import numpy as np
 import pytest
+from raises import raises
 
 from hpcdp.comm import thread_comm
 from hpcdp.comm.consistency import require_same
@@ -46,7 +47,7 @@ def test_a_message_of_another_length_is_refused():
         else:
             world.comm.irecv(np.zeros(2), 0).wait()
 
-    with pytest.raises(MismatchError, match="expected 16 bytes, got 24"):
+    with raises(MismatchError, operation="receive", where="from 0, tag 0", expected=16, got=24):
         thread_comm.run(2, rank)
 
 
@@ -171,7 +172,7 @@ def test_disagreement_is_the_same_error_on_every_rank():
 
 
 def test_a_missing_item_is_named():
-    with pytest.raises(MismatchError, match=r"item 2 of 2 on rank 0\]: expected b as on rank 0, got nothing more"):
+    with raises(MismatchError, operation="check", where="item 2 of 2 on rank 0", expected="rank 0"):
         thread_comm.run(3, lambda world: require_same(world.comm, "check", ["a", "b"][: 2 - (world.rank == 1)]))
 
 
@@ -180,7 +181,7 @@ def test_impossible_sizes_are_refused():
         thread_comm.run(0, lambda world: None)
     with pytest.raises(ConfigError):
         thread_comm.run(2, lambda world: None, ranks_per_node=0)
-    with pytest.raises(ConfigError, match=r"got 4 and \(2, 1\) a node"):
+    with raises(ConfigError, operation="thread_comm.run", got=[4, (2, 1)]):
         thread_comm.run(4, lambda world: None, ranks_per_node=(2, 1))
 
 

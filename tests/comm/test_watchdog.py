@@ -4,6 +4,7 @@ import importlib.util
 import io
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -14,17 +15,20 @@ import time
 
 import numpy as np
 import pytest
+from raises import raises
 
-from hpcdp.collectives import allreduce, iallreduce
+from hpcdp.collectives import allreduce, iallreduce, recv
 from hpcdp.comm import thread_comm, watchdog
 from hpcdp.comm.tasks import ProgressEngine
-from hpcdp.comm.watchdog import DEFAULT_STALL_S, DEFAULT_TIMEOUT_S, OWN, Watchdog, limits_s, look_at, nobody
+from hpcdp.comm.watchdog import DEFAULT_STALL_S, DEFAULT_TIMEOUT_S, OWN, Member, Watchdog, limits_s, look_at, nobody
+from hpcdp.engine import Engine
 from hpcdp.errors import ConfigError, WorldAborted
 
 
 def watched(world, timeout_s, reports, stall_s=0):
     reports[world.rank] = io.StringIO()
     world.kept.pop(ProgressEngine, None)
+    world.kept.pop(Engine, None)  # with the progress lane
     world.kept[Watchdog] = Watchdog(world, stall_s, timeout_s, reports[world.rank])
     ProgressEngine.of(world)
     return world.kept[Watchdog]
@@ -224,7 +228,20 @@ def test_started_operations_are_watched_while_they_are_waited_for():
 
     with pytest.raises(WorldAborted):
         thread_comm.run(2, rank)
-    assert "wait for an iallreduce of 3 float64 has not ended in 0.3 s: rank 1 (host" in reports[0].getvalue()
+    assert "wait for iallreduce of 3 float64 has not ended in 0.3 s: rank 1 (host" in reports[0].getvalue()
+
+
+def test_the_sender_that_does_not_come_is_named():
+    reports = {}
+
+    def rank(world):
+        watched(world, 0.3, reports)
+        if world.rank == 2:
+            recv(source=1, world=world)
+
+    with pytest.raises(WorldAborted):
+        thread_comm.run(3, rank, 1)
+    assert "recv from rank 1 has not ended in 0.3 s: rank 1 (host" in reports[2].getvalue()
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.15])
@@ -242,7 +259,7 @@ def test_started_operations_are_watched_while_they_are_asked_for(pause_s):
 
     with pytest.raises(WorldAborted):
         thread_comm.run(2, rank)
-    assert "wait for an iallreduce of 3 float64 has not ended in 0.5 s: rank 1 (host" in reports[0].getvalue()
+    assert "wait for iallreduce of 3 float64 has not ended in 0.5 s: rank 1 (host" in reports[0].getvalue()
 
 
 @pytest.mark.alone
@@ -370,7 +387,7 @@ def test_a_call_of_all_ranks_ends_the_job_when_one_has_gone(per_node, monkeypatc
 @pytest.mark.parametrize("text", ["soon", "-1", "inf", "nan", "1e-9", "0.0999"])
 def test_a_limit_that_is_none_is_refused(text, name, monkeypatch):
     monkeypatch.setenv(name, text)
-    with pytest.raises(ConfigError, match=f"{name}: expected seconds, at least 0.1, or 0 for no limit, got '{text}'"):
+    with raises(ConfigError, operation=name, expected=[0.1, 0], got=text):
         limits_s()
 
 
@@ -512,3 +529,16 @@ def test_a_rank_shows_that_it_waits_for_others_to_start(tmp_path):
 def test_the_packages_in_which_ranks_wait_exist():
     """In an unknown package a waiting rank would count as computing."""
     assert all(importlib.util.find_spec(package.rstrip(".")) for package in watchdog._WAITS_IN)
+
+
+def test_without_a_descriptor_to_look_no_rank_is_gone():
+    """Else a rank with too many open files would end the job, and blame all others."""
+    own = look_at(os.getpid())
+    member = Member(0, "a", os.getpid(), own[1], False)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+    try:
+        state = member.state
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert (state, member._replace(born="1").state) == ("?", "X")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from raises import raises
 
 import hpcdp
 from hpcdp.comm import shared_memory, thread_comm
@@ -100,9 +101,7 @@ def test_shared_memory_that_is_not_to_be_had_is_an_error_of_one_line_on_every_ra
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
-        with pytest.raises(
-            HpcdpError, match=rf"share memory \[{world.size} ranks of a node\]: expected 8388608 .*SHARED_MEMORY=window"
-        ):
+        with raises(HpcdpError, operation="share memory", where=f"{world.size} ranks of a node", expected=8388608):
             world.node_memory.alloc((1 << 20,), np.float64)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -133,13 +132,13 @@ def test_a_mismatch_names_rank_and_item_on_every_rank(world):
     if last == 0:
         require_same(world.comm, "check", ["a"])
         return
-    with pytest.raises(MismatchError, match=f"expected a as on rank 0, got b on rank {last}"):
+    with raises(MismatchError, operation="check", expected=["a", "rank 0"], got=["b", f"rank {last}"]):
         require_same(world.comm, "check", ["b" if world.rank == last else "a"])
 
 
 @pytest.mark.mpi
 def test_init_refuses_another_node_size_later(world):
-    with pytest.raises(ConfigError, match="the value of the first call"):
+    with raises(ConfigError, operation="init", where="ranks_per_node", got=17):
         hpcdp.init(ranks_per_node=17)
 
 
@@ -299,10 +298,10 @@ def test_ranks_that_all_leave_end_as_they_would(leaves, status):
 def test_wrong_settings_are_refused_by_name(monkeypatch):
     from hpcdp.comm import startup
 
-    with pytest.raises(ConfigError, match="expected a positive integer, got '0'"):
+    with raises(ConfigError, operation="init", where="ranks per node", got="'0'"):
         startup._virtual_node_size(0)
     monkeypatch.setenv("HPCDP_RANKS_PER_NODE", "two")
-    with pytest.raises(ConfigError, match="got 'two'"):
+    with raises(ConfigError, operation="init", where="ranks per node", got="two"):
         startup._virtual_node_size(None)
 
 

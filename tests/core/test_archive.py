@@ -12,6 +12,7 @@ import zipfile
 
 import numpy as np
 import pytest
+from raises import raises
 
 from hpcdp.core import files
 from hpcdp.core.arrays import dtype_of
@@ -69,7 +70,7 @@ def test_what_cannot_be_written_leaves_what_was_there(tmp_path):
     files.write("save", path, "header", {"steps": 1}, {})
     before = path.read_bytes()
     path.with_name("file.npz.part").mkdir()
-    with pytest.raises(DataError, match=r"save \[.*file.npz\]: expected a file that can be written, got"):
+    with raises(DataError, operation="save", where=path):
         files.write("save", path, "header", {"steps": 2}, {})
     assert path.read_bytes() == before
 
@@ -78,7 +79,7 @@ def test_what_cannot_be_written_leaves_what_was_there(tmp_path):
 def test_another_header_is_refused(header, tmp_path):
     path = tmp_path / "file.npz"
     files.write("save", path, "header", header, {})
-    with pytest.raises(DataError, match=r"load \[.*\]: expected a file of save\(\), got"):
+    with raises(DataError, operation="load", where=path, expected="save()"):
         files.read("load", path, "header", FIELDS, "save()")
 
 
@@ -86,7 +87,7 @@ def test_objects_are_not_unpickled(tmp_path):
     path = tmp_path / "file.npz"
     with open(path, "wb") as file:
         np.savez(file, header=np.array('{"steps": 1, "name": "x"}'), bad=np.array([{}], object))
-    with pytest.raises(DataError, match="expected a file of"):
+    with raises(DataError, operation="load", where=path):
         files.read("load", path, "header", FIELDS, "save()")
 
 
@@ -97,12 +98,12 @@ def test_what_is_wrong_is_said_without_advice_of_others(tmp_path):
             np.save(path, np.zeros(3))
         else:
             path.write_bytes(content)
-        with pytest.raises(DataError, match=r"expected a file of save\(\), got a file of another kind$"):
+        with raises(DataError, operation="load", where=path, expected="save()"):
             files.read("load", path, "header", FIELDS, "save()")
-    with pytest.raises(DataError, match=r"got No such file or directory$"):
+    with raises(DataError, operation="load", where=tmp_path / "none"):
         files.read("load", tmp_path / "none", "header", FIELDS, "save()")
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(DataError, match=r"got no regular file$"):
+    with raises(DataError, operation="load", where=tmp_path / "pipe"):
         files.read("load", tmp_path / "pipe", "header", FIELDS, "save()")
 
 
@@ -132,7 +133,7 @@ def test_a_crafted_array_is_named(descr, shape, got, tmp_path):
 
 
 def test_what_the_system_refuses_is_said_as_it_says_it(tmp_path, monkeypatch):
-    with pytest.raises(DataError, match=r"expected a file of save\(\), got Is a directory$"):
+    with raises(DataError, operation="load", where=tmp_path, expected="save()"):
         files.read("load", tmp_path, "header", FIELDS, "save()")
     path = tmp_path / "file.npz"
     files.write("save", path, "header", {"steps": 1, "name": "x"}, {})
@@ -143,7 +144,7 @@ def test_what_the_system_refuses_is_said_as_it_says_it(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:  # no longer: pytest itself opens files when a test has ended
         for module in (builtins, io):
             patch.setattr(module, "open", refused)
-        with pytest.raises(DataError, match=r"expected a file of save\(\), got Permission denied$"):
+        with raises(DataError, operation="load", where=path, expected="save()"):
             files.read("load", path, "header", FIELDS, "save()")
 
 
@@ -187,7 +188,7 @@ def test_an_archive_that_grows_when_it_is_read_is_one_line(tmp_path):
 
 
 def require_refused(path):
-    with pytest.raises(DataError, match=r"^load \[.*\]: expected a file of save\(\), got .") as info:
+    with raises(DataError, operation="load", where=path, expected="save()") as info:
         files.read("load", path, "header", FIELDS, "save()")
     assert len(str(info.value).splitlines()) == 1
     return str(info.value)
@@ -200,5 +201,5 @@ def test_bytes_that_are_damaged_are_no_error_of_zipfile(tmp_path, place, value):
     damaged = bytearray(path.read_bytes())
     damaged[damaged.index(b"PK\x01\x02") + place] = value
     path.write_bytes(damaged)
-    with pytest.raises(DataError, match=r"load \[.*\]: expected a file of save\(\), got"):
+    with raises(DataError, operation="load", where=path, expected="save()"):
         files.read("load", path, "header", FIELDS, "save()")

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from gpu_on_host import on_new_stream
+from raises import raises
 
 from hpcdp.core.arrays import from_host
 from hpcdp.core.devices import Device, Streams, cpu, gpu, lie_together, to_device_of
@@ -40,7 +41,7 @@ def test_a_share_of_memory(gpus_on_host):
     gpu(2).limit_memory(0.25)
     cpu().limit_memory(0.5)
     assert list(gpus_on_host.limits.values()) == [(2, 0.25)]
-    with pytest.raises(RuntimeError, match=r"limit_memory \[gpu\(1\)\]: expected a share above 0 and up to 1, got 25"):
+    with raises(RuntimeError, operation="limit_memory", where="gpu(1)", expected=[0, 1], got=25):
         gpu(1).limit_memory(25)
 
 
@@ -56,15 +57,14 @@ def test_a_driver_that_is_too_old_for_cupy_is_told_with_what_to_install(monkeypa
     assert caught.value.got == "one for CUDA up to 12.8"
     assert "pip install 'hpcdp[cuda12]', or make with CUDA=cuda12" in caught.value.remedy
     runtime.driverGetVersion = lambda: 0  # there is none
-    with pytest.raises(DeviceError, match="expected an NVIDIA GPU and its driver, got no driver; take"):
+    with raises(DeviceError, operation="device", where="gpu(0)", expected=["NVIDIA", "GPU"]):
         gpu(0).use()
 
 
 @pytest.mark.parametrize("limit", ["lots", "-1", "50 MB", "%", "1e9", "120%"])
 def test_a_limit_of_memory_that_cupy_cannot_read_is_told_by_its_name(limit, gpus_on_host, monkeypatch):
     monkeypatch.setenv("CUPY_GPU_MEMORY_LIMIT", limit)
-    told = rf"device \[CUPY_GPU_MEMORY_LIMIT\]: expected bytes, or percent such as 50%, got {limit}"
-    with pytest.raises(DeviceError, match=told):
+    with raises(DeviceError, operation="device", where="CUPY_GPU_MEMORY_LIMIT", got=limit):
         gpu(0).use()
 
 
@@ -79,7 +79,7 @@ def test_a_limit_of_memory_is_as_cupy_reads_it(limit, gpus_on_host, monkeypatch)
 def test_kernels_of_cupy_that_others_may_write_are_not_loaded(gpus_on_host, monkeypatch, tmp_path):
     tmp_path.chmod(0o777)
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cache"))
-    with pytest.raises(DeviceError, match="kernel cache /") as caught:
+    with raises(DeviceError, operation="device", where=f"CuPy's kernel cache {tmp_path}/cache") as caught:
         gpu(0).use()
     assert f"kernel cache {tmp_path}/cache" in str(caught.value.where)
     assert caught.value.got == f"{tmp_path}, which every user may write"  # the line may be cut
@@ -89,7 +89,9 @@ def test_kernels_of_cupy_that_others_may_write_are_not_loaded(gpus_on_host, monk
 
 def test_where_cupy_is_not_installed_it_is_told_how(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(DeviceError, match=r"got no CuPy; pip install 'hpcdp\[cuda13\]'.* or take hpcdp.cpu\(0\)"):
+    with raises(
+        DeviceError, operation="device", where="gpu(0)", got="CuPy", remedy=["'hpcdp[cuda13]'", "hpcdp.cpu(0)"]
+    ):
         gpu(0).use()
 
 
@@ -112,5 +114,5 @@ def test_what_is_brought_is_where_the_other_is(gpus_on_host):
 def test_numbers_of_devices_may_be_numpys():
     assert cpu(np.int64(1)) == cpu(1) and repr(gpu(np.uint8(2))) == "gpu(2)"
     for wrong in (-1, np.int64(-1), 1.0, True, "0", None):
-        with pytest.raises(DeviceError, match=r"device: expected a number from 0 on, got cpu\("):
+        with raises(DeviceError, operation="device", expected=0):
             cpu(wrong)

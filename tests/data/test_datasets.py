@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from raises import raises
 
 from hpcdp.data import ArrayDataset, ImageDataset
 from hpcdp.errors import ConfigError, DataError
@@ -17,7 +18,7 @@ def test_arrays_by_number_slice_and_array() -> None:
     assert len(dataset[np.array([], int)][0]) == 0
     with pytest.raises(IndexError):
         dataset[np.array([4])]
-    with pytest.raises(DataError, match=r"shapes \(4, 3\) and \(3,\)"):
+    with raises(DataError, operation="ArrayDataset", got=[(4, 3), (3,)]):
         ArrayDataset(x, y[:3])
     with pytest.raises(DataError):
         ArrayDataset(np.array(1), np.array(1))
@@ -45,9 +46,9 @@ def test_images_become_float32_when_read() -> None:
     large = ImageDataset(images, labels, 8)
     np.testing.assert_array_equal(large[1:3][0][:, :, 1:7, 1:7], dataset[1:3][0])
     assert large.sample_shape == (3, 8, 8)
-    with pytest.raises(ConfigError, match=">= 6, got 5"):
+    with raises(ConfigError, operation="resize", where="image_size", expected=6, got=5):
         ImageDataset(images, labels, 5)
-    with pytest.raises(DataError, match="labels"):
+    with raises(DataError, operation="ImageDataset"):
         ImageDataset(images, labels[:4])
 
 
@@ -56,6 +57,6 @@ def test_images_become_float32_when_read() -> None:
     [("f4", "i8", "float32 and int64"), ("i2", "i8", "int16 and int64"), ("u1", "f4", "uint8 and float32")],
 )
 def test_images_and_labels_that_would_be_cut_or_scaled_wrongly_are_refused(images: str, labels: str, got: str) -> None:
-    with pytest.raises(DataError, match=f"images of uint8 and labels of integers, got {got}"):
+    with raises(DataError, operation="ImageDataset", expected="uint8", got=got):
         ImageDataset(np.ones((2, 1, 4, 4), images), np.ones(2, labels))
     assert ImageDataset(np.ones((2, 1, 4, 4), np.uint8), [0, 1]).num_classes == 2

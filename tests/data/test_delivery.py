@@ -5,6 +5,7 @@ import importlib
 import numpy as np
 import pytest
 from gpu_on_host import pinned_nbytes
+from raises import raises
 
 from hpcdp import data
 from hpcdp.core.devices import Streams, cpu, gpu
@@ -105,7 +106,7 @@ def test_the_host_is_no_device_to_bring_batches_to():
 
 def test_what_is_no_device_or_not_there(monkeypatch):
     monkeypatch.setitem(importlib.import_module("sys").modules, "cupy", None)
-    with pytest.raises(ConfigError, match=r"DataLoader \[device\]: expected hpcdp.gpu\(i\) or .*, got 'cuda'"):
+    with raises(ConfigError, operation="DataLoader", where="device", expected="hpcdp.gpu(i)", got="cuda"):
         loader(1, "cuda")
-    with pytest.raises(DeviceError, match=r"device \[gpu\(0\)\]: expected CuPy and a GPU"):
+    with raises(DeviceError, operation="device", where="gpu(0)", expected=["CuPy", "GPU"]):
         next(iter(loader(1, gpu(0))))

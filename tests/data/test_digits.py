@@ -1,6 +1,7 @@
 import h5py
 import numpy as np
 import pytest
+from raises import raises
 
 from hpcdp import data
 from hpcdp.data import catalog
@@ -51,7 +52,7 @@ def test_enlarged_for_the_documents_lenet() -> None:
     assert x.shape == (2, 1, 28, 28) and x.dtype == np.float32 and x.max() <= 1.0
     np.testing.assert_array_equal(y, small[np.array([5, 3])][1])
     assert not x[..., :2, :].any() and not x[..., -2:].any()
-    with pytest.raises(ConfigError, match=">= 8, got 7"):
+    with raises(ConfigError, operation="resize", where="image_size", expected=8, got=7):
         data.load("digits", image_size=7)
 
 
@@ -59,5 +60,5 @@ def test_damage_is_named(tmp_path, monkeypatch) -> None:
     damaged = tmp_path / "digits.h5"
     damaged.write_bytes(catalog.PATH.read_bytes()[:5000])
     monkeypatch.setattr(catalog, "PATH", damaged)
-    with pytest.raises(DataError, match=r"digits\.h5"):
+    with raises(DataError, operation="read HDF5", where=damaged):
         data.load("digits")

@@ -4,6 +4,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from raises import raises
 
 from hpcdp.core import hdf5
 from hpcdp.data import HDF5Dataset
@@ -75,7 +76,7 @@ def test_reads_after_close_say_that_it_is_closed(values, read) -> None:
     dataset = HDF5Dataset(values[0])
     dataset.close()
     dataset.close()
-    with pytest.raises(DataError, match=r"v\.h5\]: expected an open data set, got a closed one"):
+    with raises(DataError, operation="read HDF5", got="closed"):
         read(dataset)
 
 
@@ -103,25 +104,25 @@ def test_what_is_no_index_of_samples(values, index) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "message"),
+    ("names", "got"),
     [
-        (("images", "y"), "expected one of group/labels, scalar, words, x, y, got images"),
-        (("group", "y"), "one of group/labels"),
-        (("x", "group/labels"), "equal length, got 300 and 10"),
-        (("x", "words"), "array of numbers, got object"),
-        (("x", "scalar"), r"array of numbers, got float64 of shape \(\)"),
+        (("images", "y"), "images"),
+        (("group", "y"), "group"),
+        (("x", "group/labels"), [300, 10]),
+        (("x", "words"), "object"),
+        (("x", "scalar"), ["float64", "()"]),
     ],
 )
-def test_faults_say_what_the_file_has(values, names, message: str) -> None:
-    with pytest.raises(DataError, match=rf"v\.h5.*{message}"):
+def test_faults_say_what_the_file_has(values, names, got: object) -> None:
+    with raises(DataError, operation="read HDF5", got=got):
         HDF5Dataset(values[0], *names)
 
 
 def test_no_hdf5_file(tmp_path: Path, values) -> None:
-    with pytest.raises(DataError, match="expected a file, got none"):
+    with raises(DataError, operation="read HDF5", where=tmp_path / "missing.h5"):
         HDF5Dataset(tmp_path / "missing.h5")
     (tmp_path / "t.h5").write_bytes(values[0].read_bytes()[:3000])
-    with pytest.raises(DataError, match=r"t\.h5.*HDF5 file"):
+    with raises(DataError, operation="read HDF5", where=tmp_path / "t.h5", expected="HDF5"):
         HDF5Dataset(tmp_path / "t.h5")
 
 
@@ -136,7 +137,7 @@ def test_damaged_chunks_are_an_error(tmp_path: Path) -> None:
     path.write_bytes(content)
     dataset = HDF5Dataset(path)
     np.testing.assert_array_equal(dataset[:300][0], np.arange(300.0))
-    with pytest.raises(DataError, match=r"c\.h5.*undamaged"):
+    with raises(DataError, operation="read HDF5", where=path):
         dataset[np.array([2, 310])]
 
 
@@ -152,10 +153,10 @@ def test_a_virtual_data_set_needs_its_files(tmp_path: Path) -> None:
     assert HDF5Dataset(tmp_path / "all.h5", external=True)[:][0].sum() == 10
     with h5py.File(tmp_path / "part1.h5", "a") as file:
         file.move("x", "z")
-    with pytest.raises(DataError, match=r"all\.h5:x.*expected x in the file part1\.h5, got none"):
+    with raises(DataError, operation="read HDF5", where=f"{tmp_path}/all.h5:x", expected="part1.h5"):
         HDF5Dataset(tmp_path / "all.h5", external=True)
     (tmp_path / "part1.h5").unlink()
-    with pytest.raises(DataError, match=r"all\.h5:x.*the file part1\.h5, got none"):
+    with raises(DataError, operation="read HDF5", where=f"{tmp_path}/all.h5:x", expected="part1.h5"):
         HDF5Dataset(tmp_path / "all.h5", external=True)
 
 
@@ -169,7 +170,7 @@ def test_a_virtual_data_set_needs_what_it_shows_of_its_own_file(tmp_path: Path) 
         assert dataset[:][0].sum() == 20
     with h5py.File(tmp_path / "own.h5", "a") as file:
         del file["a%b"]
-    with pytest.raises(DataError, match=r"own\.h5:x.*expected a%%b in the file \., got none"):
+    with raises(DataError, operation="read HDF5", where=f"{tmp_path}/own.h5:x"):
         HDF5Dataset(tmp_path / "own.h5")
 
 
@@ -197,7 +198,7 @@ def test_a_virtual_data_set_finds_its_files_where_hdf5_does(tmp_path: Path, monk
 
     for path in (beside, moved, tmp_path / "away" / "link.h5"):
         reads(path)
-    with pytest.raises(DataError, match=r"the file s%%\.h5, got none"):
+    with raises(DataError, operation="read HDF5", where=f"{away}:x", expected="s%%.h5"):
         HDF5Dataset(away, external=True)
     monkeypatch.setenv("HDF5_VDS_PREFIX", f"/nowhere:{tmp_path}")
     reads(away)
@@ -208,7 +209,7 @@ def test_a_virtual_data_set_finds_its_files_where_hdf5_does(tmp_path: Path, monk
 
 def test_a_virtual_data_set_needs_what_those_that_it_shows_need(tmp_path: Path) -> None:
     inner = virtual(tmp_path / "inner.h5", "gone.h5")
-    with pytest.raises(DataError, match=r"outer\.h5:x.*expected x in the file gone\.h5, got none"):
+    with raises(DataError, operation="read HDF5", where=f"{tmp_path}/outer.h5:x", expected="gone.h5"):
         HDF5Dataset(virtual(tmp_path / "outer.h5", inner), external=True)
 
 
@@ -252,5 +253,5 @@ def test_a_damaged_name_is_one_line(tmp_path):
     path = tmp_path / "set.h5"
     with h5py.File(path, "w") as file:
         file["good"], file[b"y\xff"] = np.ones(3), np.ones(3)
-    with pytest.raises(DataError, match="expected one of good, b'y"):
+    with raises(DataError, operation="read HDF5", where=path):
         HDF5Dataset(path, "x")

@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from raises import raises
 
 from hpcdp.data.images import resize
 from hpcdp.errors import ConfigError
@@ -45,7 +46,7 @@ def test_unchanged_or_refused() -> None:
     assert resize(images, None) is images and resize(images, 8) is images
     assert resize(images, np.int64(28)).shape == (1, 28, 28)
     for size in (7, 0, -3, 28.5, np.float32(28), True, "28"):
-        with pytest.raises(ConfigError, match=r"resize \[image_size\]: expected an integer >= 8"):
+        with raises(ConfigError, operation="resize", where="image_size", expected=8):
             resize(images, size)
-    with pytest.raises(ConfigError, match=r"resize \[images\]: expected square images, got 8 x 9 pixels"):
+    with raises(ConfigError, operation="resize", where="images", got=[8, 9]):
         resize(np.zeros((1, 8, 9), np.float32), 28)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from raises import raises
 
 from hpcdp.data import (
     ArrayDataset,
@@ -245,9 +246,9 @@ def test_what_is_no_pair_is_told(engine: Engine, prefetch: int, given, got: str)
         def __getitem__(self, index):
             return given
 
-    with pytest.raises(ConfigError, match=rf"\[dataset\]: expected a data set that returns \(x, y\) .*, got {got}$"):
+    with raises(ConfigError, operation="DataLoader", where="dataset", expected="(x, y)", got=got):
         list(DataLoader(Gives(8), batches(8, 4), prefetch, engine=engine))
-    with pytest.raises(ConfigError, match=rf"\[transform\]: expected a function that returns \(x, y\), got {got}$"):
+    with raises(ConfigError, operation="DataLoader", where="transform", expected="(x, y)", got=got):
         list(DataLoader(Recording(8), batches(8, 4), prefetch, lambda x, y: given, engine=engine))
 
 
@@ -265,7 +266,7 @@ def test_the_process_engine_is_the_default() -> None:
 
 @pytest.mark.parametrize("prefetch", [-1, 1.5, None])
 def test_wrong_prefetch(prefetch) -> None:
-    with pytest.raises(ConfigError, match=r"prefetch.*integer >= 0"):
+    with raises(ConfigError, operation="DataLoader", where="prefetch", expected=0):
         DataLoader(Recording(8), batches(8, 4), prefetch)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from raises import raises
 
 from hpcdp.data import (
     ArrayDataset,
@@ -267,25 +268,41 @@ def test_samplers_of_the_users_own_are_gone_on_with_by_counting():
 
 
 @pytest.mark.parametrize(
-    ("make", "other", "message"),
+    ("make", "other", "fields"),
     [
-        (sharded(0, 1), ShardedSampler(N, 5, seed=3), r"\[ShardedSampler batch_size\]: expected 5, got 4"),
-        (sharded(0, 1), ShardedSampler(N, 4, seed=4), r"\[ShardedSampler seed\]: expected 4, got 3"),
-        (sharded(0, 1), ShardedSampler(N + 1, 4, seed=3), r"\[ShardedSampler n\]: expected 24, got 23"),
-        (sharded(0, 1), sharded(0, 1, shuffle=False), r"\[ShardedSampler shuffle\]: expected False, got True"),
-        (sharded(0, 1), sharded(0, 1, last="pad"), r"\[ShardedSampler last\]: expected pad, got keep"),
-        (sharded(0, 1), virtual(0, 1), r"\[VirtualShardSampler num_shards\]: expected 4, got nothing"),
-        (virtual(0, 1), VirtualShardSampler(N, 4, 2, seed=3), r"num_shards\]: expected 2, got 4"),
-        (virtual(0, 1), VirtualShardSampler(N, 5, 4, seed=3), r"batch_size\]: expected 5, got 4"),
-        (BatchSampler(RandomSampler(N), 4), BatchSampler(RandomSampler(N, 1), 4), r"\[RandomSampler seed\]"),
-        (BatchSampler(RandomSampler(N), 4), BatchSampler(RandomSampler(N), 4, "discard"), r"\[BatchSampler last\]"),
+        (sharded(0, 1), ShardedSampler(N, 5, seed=3), {"where": "ShardedSampler batch_size", "expected": 5, "got": 4}),
+        (sharded(0, 1), ShardedSampler(N, 4, seed=4), {"where": "ShardedSampler seed", "expected": 4, "got": 3}),
+        (sharded(0, 1), ShardedSampler(N + 1, 4, seed=3), {"where": "ShardedSampler n", "expected": 24, "got": 23}),
+        (
+            sharded(0, 1),
+            sharded(0, 1, shuffle=False),
+            {"where": "ShardedSampler shuffle", "expected": False, "got": True},
+        ),
+        (sharded(0, 1), sharded(0, 1, last="pad"), {"where": "ShardedSampler last", "expected": "pad", "got": "keep"}),
+        (sharded(0, 1), virtual(0, 1), {"where": "VirtualShardSampler num_shards", "expected": 4}),
+        (
+            virtual(0, 1),
+            VirtualShardSampler(N, 4, 2, seed=3),
+            {"where": "VirtualShardSampler num_shards", "expected": 2, "got": 4},
+        ),
+        (
+            virtual(0, 1),
+            VirtualShardSampler(N, 5, 4, seed=3),
+            {"where": "ShardedSampler batch_size", "expected": 5, "got": 4},
+        ),
+        (BatchSampler(RandomSampler(N), 4), BatchSampler(RandomSampler(N, 1), 4), {"where": "RandomSampler seed"}),
+        (
+            BatchSampler(RandomSampler(N), 4),
+            BatchSampler(RandomSampler(N), 4, "discard"),
+            {"where": "BatchSampler last"},
+        ),
     ],
 )
-def test_states_of_another_order_are_refused_by_name(make, other, message):
+def test_states_of_another_order_are_refused_by_name(make, other, fields):
     state = loader(make).state_dict()
     state["epoch"] = state["sampler"]["epoch"] = 7
     mine = loader(other)
-    with pytest.raises(ConfigError, match=message):
+    with raises(ConfigError, operation="load_state_dict", **fields):
         mine.load_state_dict(state)
     assert mine.epoch == mine.sampler.epoch == 0
 
@@ -301,14 +318,14 @@ def test_weights_and_parts_may_differ():
 def test_between_virtual_shards_there_is_no_state():
     first = loader(virtual(0, 2))
     next(iter(first))
-    with pytest.raises(ConfigError, match="expected a loop after the last shard of a global batch, got 1 of 2 shards"):
+    with raises(ConfigError, operation="state_dict", where="VirtualShardSampler", got=[1, 2]):
         first.state_dict()
 
 
 @pytest.mark.parametrize("state", [{}, {"epoch": 1}, None, [], {"sampler": 3}])
 def test_what_is_no_state_is_refused(state):
     for each in (loader(sharded(0, 1)), sharded(0, 1), BatchSampler(RandomSampler(N), 4)):
-        with pytest.raises(ConfigError, match="load_state_dict"):
+        with raises(ConfigError, operation="load_state_dict"):
             each.load_state_dict(state)
 
 

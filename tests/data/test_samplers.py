@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from raises import raises
 
 from hpcdp.data import (
     BatchSampler,
@@ -139,25 +140,40 @@ def test_weights_cut_as_work_load_list() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "fields"),
     [
-        (lambda: ShardedSampler(10, 2, 3, 0), "3 ranks, got 2.*use fewer ranks"),
-        (lambda: ShardedSampler(10, 4, 2, 2), "part_index.*0 to 1, got 2"),
-        (lambda: ShardedSampler(10, 4, 2, -1), "part_index"),
-        (lambda: ShardedSampler(-1, 4), "sampler .n."),
-        (lambda: ShardedSampler(10, 4, last="all"), "keep, discard, pad, rollover, got 'all'"),
-        (lambda: BatchSampler(SequentialSampler(3), 2, epoch_size=0), r"epoch_size\]: expected an integer >= 1, got 0"),
-        (lambda: ShardedSampler(10, 4, 2, 0, weights=[1]), "2 positive numbers"),
-        (lambda: ShardedSampler(10, 4, 2, 0, weights=[1, float("nan")]), "2 positive numbers"),
-        (lambda: ShardedSampler(10, 4, 2, 0, weights=[1, 0]), "2 positive numbers"),
-        (lambda: BatchSampler(SequentialSampler(3), 0), "batch_size.*>= 1, got 0"),
-        (lambda: BatchSampler(SequentialSampler(3), 2, "pad"), "keep, discard, rollover"),
-        (lambda: RandomSampler(3, seed=-1), "seed"),
-        (lambda: RandomSampler(3).set_epoch(-1), "epoch"),
+        (lambda: ShardedSampler(10, 2, 3, 0), {"operation": "sampler", "where": "batch_size", "expected": 3, "got": 2}),
+        (
+            lambda: ShardedSampler(10, 4, 2, 2),
+            {"operation": "sampler", "where": "part_index", "expected": [0, 1], "got": 2},
+        ),
+        (lambda: ShardedSampler(10, 4, 2, -1), {"operation": "sampler", "where": "part_index"}),
+        (lambda: ShardedSampler(-1, 4), {"operation": "sampler", "where": "n"}),
+        (lambda: ShardedSampler(10, 4, last="all"), {"operation": "sampler", "where": "last", "got": "all"}),
+        (
+            lambda: BatchSampler(SequentialSampler(3), 2, epoch_size=0),
+            {"operation": "sampler", "where": "epoch_size", "expected": 1, "got": 0},
+        ),
+        (lambda: ShardedSampler(10, 4, 2, 0, weights=[1]), {"operation": "split", "where": "weights", "expected": 2}),
+        (
+            lambda: ShardedSampler(10, 4, 2, 0, weights=[1, float("nan")]),
+            {"operation": "split", "where": "weights", "expected": 2},
+        ),
+        (
+            lambda: ShardedSampler(10, 4, 2, 0, weights=[1, 0]),
+            {"operation": "split", "where": "weights", "expected": 2},
+        ),
+        (
+            lambda: BatchSampler(SequentialSampler(3), 0),
+            {"operation": "sampler", "where": "batch_size", "expected": 1, "got": 0},
+        ),
+        (lambda: BatchSampler(SequentialSampler(3), 2, "pad"), {"operation": "sampler", "where": "last", "got": "pad"}),
+        (lambda: RandomSampler(3, seed=-1), {"operation": "sampler", "where": "seed"}),
+        (lambda: RandomSampler(3).set_epoch(-1), {"operation": "sampler", "where": "epoch"}),
     ],
 )
-def test_wrong_values_are_refused(make, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_wrong_values_are_refused(make, fields: dict[str, object]) -> None:
+    with raises(ConfigError, **fields):
         make()
 
 
@@ -198,18 +214,18 @@ def test_virtual_shards_share_the_order_that_they_cut(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "fields"),
     [
-        ((50, 16, 4, 5), r"num_shards\]: expected at least one for each of 5 ranks, got 4"),
-        ((50, 16, 4, 2, 2), r"part_index\]: expected an integer from 0 to 1, got 2"),
-        ((50, 3, 4), r"batch_size\]: expected at least one sample for each of 4 virtual shards, got 3"),
-        ((50, 16, 0), r"num_shards\]: expected at least one for each of 1 ranks, got 0"),
-        ((50, 16, 4, 2, -1), r"part_index\]: expected an integer from 0 to 1, got -1"),
-        ((50, 16.0, 4), r"batch_size\]: expected at least one sample for each of 4 virtual shards, got 16.0"),
+        ((50, 16, 4, 5), {"where": "num_shards", "expected": 5, "got": 4}),
+        ((50, 16, 4, 2, 2), {"where": "part_index", "expected": [0, 1], "got": 2}),
+        ((50, 3, 4), {"where": "batch_size", "expected": 4, "got": 3}),
+        ((50, 16, 0), {"where": "num_shards", "expected": 1, "got": 0}),
+        ((50, 16, 4, 2, -1), {"where": "part_index", "expected": [0, 1], "got": -1}),
+        ((50, 16.0, 4), {"where": "batch_size", "expected": 4, "got": 16.0}),
     ],
 )
-def test_virtual_shards_that_cannot_be_are_refused(args, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_virtual_shards_that_cannot_be_are_refused(args, fields: dict[str, object]) -> None:
+    with raises(ConfigError, operation="sampler", **fields):
         VirtualShardSampler(*args)
 
 
@@ -264,7 +280,7 @@ def test_a_given_number_of_batches_begins_anew_where_samples_run_out() -> None:
     assert [each.tolist() for each in BatchSampler(SequentialSampler(5), 2, epoch_size=1)] == [[0, 1]]
     empty = BatchSampler(SequentialSampler(0), 2, epoch_size=3)
     assert len(empty) == 0 and list(empty) == []
-    with pytest.raises(ConfigError, match=r"sampler \[last\]: expected keep or discard with epoch_size, got"):
+    with raises(ConfigError, operation="sampler", where="last", expected="epoch_size"):
         BatchSampler(SequentialSampler(5), 2, "rollover", epoch_size=4)
 
 
@@ -275,7 +291,7 @@ def test_other_weights_count_from_the_next_iteration_on_and_are_kept() -> None:
     sampler.set_weights([1, 3])
     assert [len(each) for each in loop] == [6, 3]
     assert [len(each) for each in sampler] == [2, 2, 1]
-    with pytest.raises(ConfigError, match="2 positive numbers"):
+    with raises(ConfigError, operation="split", where="weights", expected=2):
         sampler.set_weights([1, 0])
     state = sampler.state_dict()
     other = ShardedSampler(20, 8, 2, 1, shuffle=False)

@@ -2,9 +2,9 @@ import time
 from fractions import Fraction
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from raises import raises
 
 from hpcdp.data import split_batch
 from hpcdp.data.datasets import piece_bounds
@@ -21,16 +21,16 @@ def test_the_documents_matrix() -> None:
 
 def test_uneven_is_an_error_unless_asked_for() -> None:
     x = np.arange(256)
-    with pytest.raises(ConfigError, match="divisible by 3, got 256; pass even_split=False"):
+    with raises(ConfigError, operation="split_batch", expected=3, got=256, remedy="even_split=False"):
         split_batch(x, 3)
     parts = split_batch(x, 3, even_split=False)
     assert sorted(len(part) for part in parts) == [85, 85, 86]
     np.testing.assert_array_equal(np.concatenate(parts), x)
     assert [len(part) for part in split_batch(x[:2], 3, even_split=False)].count(1) == 2
     for wrong in (0, 1.5, "a"):
-        with pytest.raises(ConfigError, match=rf"num_parts.*>= 1, got {wrong!r}"):
+        with raises(ConfigError, operation="split", where="num_parts", expected=1, got=wrong):
             split_batch(x, wrong)
-    with pytest.raises(ConfigError, match=r"split_batch \[x\]: expected an array of samples along axis 0, got list"):
+    with raises(ConfigError, operation="split_batch", where="x", expected=0, got="list"):
         split_batch([1, 2], 2)
 
 
@@ -40,7 +40,7 @@ def test_weights() -> None:
     for dtype in (int, "f2", "f4", "f8", "g"):
         assert piece_bounds(256, 2, np.array([3, 1], dtype)) == [0, 192, 256]
     for wrong in ("ab", 3, [None, 1], [1], [float("inf"), 1], [10**400, 1], [Fraction(1, 10**400), 1]):
-        with pytest.raises(ConfigError, match=r"split \[weights\]: expected 2 positive numbers, got"):
+        with raises(ConfigError, operation="split", where="weights", expected=2):
             piece_bounds(256, 2, wrong)
 
 

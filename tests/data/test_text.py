@@ -2,6 +2,7 @@ import gzip
 
 import numpy as np
 import pytest
+from raises import raises
 
 from hpcdp import data
 from hpcdp.data import datasets
@@ -42,16 +43,16 @@ def test_the_text_that_ships():
 
 def test_what_is_wrong_is_said(monkeypatch, tmp_path):
     for context in (0, 2.5, "2", True):
-        with pytest.raises(ConfigError, match=r"TextDataset \[context\]: expected an integer >= 1, got"):
+        with raises(ConfigError, operation="TextDataset", where="context", expected=1):
             data.TextDataset("abc", context=context)
-    with pytest.raises(ConfigError, match=r"TextDataset \[text\]: expected a str, got b'abc'"):
+    with raises(ConfigError, operation="TextDataset", where="text", expected="str", got="abc"):
         data.TextDataset(b"abc", 2)
-    with pytest.raises(DataError, match="encode: expected characters among 'ab', got 'c'"):
+    with raises(DataError, operation="encode", expected="ab", got="c"):
         data.TextDataset("abc", 2, characters="ab")
-    with pytest.raises(ConfigError, match=r"data set \[shakespeare\]: expected no image_size for a text, got 28"):
+    with raises(ConfigError, operation="data set", where="shakespeare", expected="image_size", got=28):
         data.load("shakespeare", image_size=28)
     monkeypatch.setattr(datasets, "PATH", tmp_path / "torn.gz")
     for content in (b"", gzip.compress(b"abc" * 99)[:20], b"\x1f\x8b" + bytes(30), gzip.compress(b"\xff")):
         datasets.PATH.write_bytes(content)
-        with pytest.raises(DataError, match=r"read text .*expected an undamaged file"):
+        with raises(DataError, operation="read text", where=tmp_path / "torn.gz"):
             data.load("shakespeare")

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from raises import raises
 
 from hpcdp.data_parallel.buckets import LINE_NBYTES, MIB, plan
 from hpcdp.errors import ConfigError
@@ -65,13 +66,13 @@ def test_the_digest_depends_on_the_model_alone():
         assert plan(other).digest != plan(params).digest
 
 
-@pytest.mark.parametrize(("params", "cap", "message"), [
-    ([("a", (1,), F4), ("a", (2,), F4)], 1, "expected different names, got 'a' twice"),
-    ([("a", (1,), F4)], 0, "expected a positive size, got 0"),
-    ([("a", (1,), F4)], float("nan"), "expected a positive size, got nan"),
+@pytest.mark.parametrize(("params", "cap", "fields"), [
+    ([("a", (1,), F4), ("a", (2,), F4)], 1, {"where": "params", "got": "a"}),
+    ([("a", (1,), F4)], 0, {"where": "bucket_cap_mb", "got": 0}),
+    ([("a", (1,), F4)], float("nan"), {"where": "bucket_cap_mb", "got": "nan"}),
 ])  # fmt: skip
-def test_what_cannot_be_planned_is_refused(params, cap, message):
-    with pytest.raises(ConfigError, match=message):
+def test_what_cannot_be_planned_is_refused(params, cap, fields):
+    with raises(ConfigError, operation="bucket plan", **fields):
         plan(params, cap)
 
 

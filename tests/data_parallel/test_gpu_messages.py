@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from pairs import in_turn, pairs
 from parameters_on_gpus import SHAPES, Parameter, check_steps, device_of, show_gpus, use_gpu
+from raises import raises
 
 import hpcdp
 from hpcdp.checkpoint.manager import Manager
@@ -147,7 +148,7 @@ def test_who_waits_for_the_gpu_looks_after_the_node(reached, monkeypatch):
         raise DeviceError("NCCL", got="a rank that is gone")
 
     monkeypatch.setattr("hpcdp.comm.cuda_memory.LoneRow.check", check)
-    with pytest.raises(DeviceError, match="a rank that is gone"), pytest.warns(UserWarning, match="gradients on GPUs"):
+    with raises(DeviceError, operation="NCCL", got="gone"), pytest.warns(UserWarning, match="gradients on GPUs"):
         thread_comm.run(2, lambda world: sums_of(world, GpuTransport.HOST, "f4", False))
 
 

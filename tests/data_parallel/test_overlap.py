@@ -8,6 +8,7 @@ import warnings
 import numpy as np
 import pytest
 from pairs import pairs
+from raises import raises
 
 import hpcdp
 from hpcdp import Policy, nn, optim
@@ -149,7 +150,9 @@ def test_unused_parameters_are_an_error_that_names_them_and_the_next_step_is_rig
         trained = [param for param in net.parameters() if param.grad_req != "null"]
         before = np.concatenate([np.array(p.data).reshape(-1) for p in trained])
         backward(net, *batch(0, world.rank, 2), with_all=world.rank != 1)
-        with pytest.raises(StaleGradientError, match=r"\[rank 1\].*got none for sometimes.*Policy\(unused='zero'\)"):
+        with raises(
+            StaleGradientError, operation="step", where="rank 1", got="sometimes.weight", remedy="Policy(unused='zero')"
+        ):
             trainer.step(2)
         after = np.concatenate([np.array(p.data).reshape(-1) for p in trained])
         np.testing.assert_array_equal(before, after)
@@ -203,7 +206,7 @@ def test_gradients_that_are_not_finite(layout, nonfinite, bad, overlap, clip_nor
             with np.errstate(invalid="ignore"):
                 backward(net, x, y)
             if nonfinite == "raise" and step == 1:
-                with pytest.raises(NonFiniteGradientError, match="step 2"):
+                with raises(NonFiniteGradientError, operation="step", where="step 2"):
                     trainer.step(2)
             else:
                 trainer.step(2)
@@ -251,7 +254,7 @@ def after_turns(world, **options):
 
 
 def test_networks_that_train_in_turn_through_each_other_are_told_what_to_do_and_then_do():
-    with pytest.raises(StaleGradientError, match=r"or make the Trainer with overlap=False; after a backward"):
+    with raises(StaleGradientError, operation="backward", where="2.weight", remedy=["Trainer", "overlap=False"]):
         thread_comm.run(2, after_turns, 1)
     expected = thread_comm.run(1, after_turns)[0]
     for found in thread_comm.run(2, lambda world: after_turns(world, overlap=False), 1):
@@ -260,9 +263,11 @@ def test_networks_that_train_in_turn_through_each_other_are_told_what_to_do_and_
 
 
 def test_a_policy_that_is_none_is_refused():
-    with pytest.raises(ConfigError, match=r"\[unused\]: expected error or warn or zero, got 'ignore'"):
+    with raises(ConfigError, operation="Policy", where="unused", expected=["error", "warn", "zero"], got="ignore"):
         Policy(unused="ignore")
-    with pytest.raises(ConfigError, match=r"\[nonfinite\]: expected ignore or count or skip or raise, got 'zero'"):
+    with raises(
+        ConfigError, operation="Policy", where="nonfinite", expected=["ignore", "count", "skip", "raise"], got="zero"
+    ):
         Policy(nonfinite="zero")
 
 

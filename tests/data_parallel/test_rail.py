@@ -29,8 +29,12 @@ def sums(n, nodes, overlap, compression, steps=3):
             made.reduce_everywhere()
             found.append([param.grad.copy() for param in params])
             made.reset()
-        kept = 0.0 if made.coder is None else sum(float(each.residual.sum()) for each in made.coder.feedback)
-        return found, kept, (0, 0) if made.coder is None else made.coder.sent_nbytes()
+        kept = (
+            0.0
+            if made.reduction.coder is None
+            else sum(float(each.residual.sum()) for each in made.reduction.coder.feedback)
+        )
+        return found, kept, (0, 0) if made.reduction.coder is None else made.reduction.coder.sent_nbytes()
 
     return thread_comm.run(n, rank, ranks_per_node=nodes)
 
@@ -86,8 +90,8 @@ def test_what_belongs_to_no_parameter_stays_zero(n, nodes):
             for slot in bucket.slots:
                 used[slot.offset : slot.offset + slot.count] = True
             rest.append(bucket.mine[~used])
-            if made.coder is not None:
-                rest.append(made.coder.feedback[bucket.number].residual[~used[slice(*bucket.shard)]])
+            if made.reduction.coder is not None:
+                rest.append(made.reduction.coder.feedback[bucket.number].residual[~used[slice(*bucket.shard)]])
         return np.concatenate(rest)
 
     for rest in thread_comm.run(n, rank, ranks_per_node=nodes):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from raises import raises
 
 from hpcdp import nn
 from hpcdp.collectives import iallreduce
@@ -138,7 +139,7 @@ def test_a_second_backward_is_told():
     def rank(world):
         made, params = make(world, True)
         write(params, world.rank, 0)
-        with pytest.raises(StaleGradientError, match=r"\[p4\]: expected one backward before each step"):
+        with raises(StaleGradientError, operation="backward", where="p4", expected="step()"):
             write(params, world.rank, 1)
         made.reduce_shards()
 

@@ -9,7 +9,7 @@ from hpcdp.compression import Compression
 from hpcdp.data_parallel import Reducer, buckets
 from hpcdp.data_parallel.buckets import State
 from hpcdp.data_parallel.deterministic import DeterministicReduction
-from hpcdp.data_parallel.overlap import OverlapScheduler, SequentialScheduler
+from hpcdp.data_parallel.overlap import OverlapScheduler, Scheduler
 from hpcdp.data_parallel.reductions import HierarchicalReduction, SharedMemoryReduction
 
 SHAPES = [(7, 3), (5,), (40, 30)]
@@ -54,7 +54,7 @@ def test_each_reduction_sums_by_the_same_calls(case, overlap):
         reducer.reset()
         return type(reducer.reduction), type(reducer.scheduler), set(sums)
 
-    scheduler = OverlapScheduler if overlap else SequentialScheduler
+    scheduler = OverlapScheduler if overlap else Scheduler
     assert thread_comm.run(n, rank, nodes) == [(expected, scheduler, {n * (n + 1) / 2})] * n
 
 

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from raises import raises
 from reproducible_networks import IMAGES, LABELS, backward, network, trainer_of
 
 from hpcdp import Policy, Trainer, nn, optim
@@ -63,7 +64,7 @@ def test_dropout_without_a_seed_is_refused_and_with_a_plain_trainer_is_not():
         backward(net, IMAGES[:4], LABELS[:4])
         return trainer.step(4)
 
-    with pytest.raises(ConfigError, match=r"Dropout \[seed\]: expected an integer seed"):
+    with raises(ConfigError, operation="Dropout", where="seed", remedy="Dropout(0.5, seed=...)"):
         thread_comm.run(1, one)
     assert thread_comm.run(1, lambda world: one(world, reproducible=False)) == [4]
 

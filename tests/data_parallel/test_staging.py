@@ -5,6 +5,7 @@ import importlib
 import numpy as np
 import pytest
 from gpu_on_host import pinned_nbytes
+from raises import raises
 
 from hpcdp.comm.communicator import PolledRequest
 from hpcdp.comm.cuda_memory import RowSize, lone_rows
@@ -111,7 +112,7 @@ def test_the_pool_takes_no_more_for_a_bucket_than_eight_segments(nbytes, dtype):
 def test_what_fails_on_the_gpu_ends_the_wait(row, monkeypatch):
     staged = Staging(Streams(gpu(0)), [row.mine.nbytes])
     monkeypatch.setattr(importlib.import_module("cupy.cuda.runtime"), "eventQuery", lambda event: 700)
-    with pytest.raises(DeviceError, match="cudaError700"):
+    with raises(DeviceError, operation="wait for a GPU", where="gpu(0)", got="cudaError700"):
         run_until_complete(staged.sum(0, row.mine, row, doubled([]), 0, None))
 
 
@@ -120,5 +121,5 @@ def test_who_waits_for_a_copy_looks_after_the_node(row, monkeypatch):
         raise DeviceError("NCCL", got="a rank that is gone")
 
     monkeypatch.setattr(row, "check", check)
-    with pytest.raises(DeviceError, match="a rank that is gone"):
+    with raises(DeviceError, operation="NCCL", got="gone"):
         run_until_complete(Staging(Streams(gpu(0)), [row.mine.nbytes]).sum(0, row.mine, row, doubled([]), 0, None))

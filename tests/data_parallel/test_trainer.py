@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import standin
 from pairs import pairs
+from raises import raises
 from written_gradients import Parameter, all_to_the_last, backward, model, sample_gradients, train, uneven
 
 import hpcdp
@@ -246,7 +247,9 @@ def test_gradients_that_add_up_by_themselves_are_not_reduced_beside_backward():
     def rank(world):
         params = model(0)
         params[1].grad_req = "add"
-        with pytest.raises(ConfigError, match=r"\[conv.bias\]: expected grad_req='write' with overlap.*no_sync\(\)"):
+        with raises(
+            ConfigError, operation="Trainer", where="conv.bias", expected="grad_req='write'", remedy="no_sync()"
+        ):
             Trainer(params, optim.SGD(lr=0.1), world, overlap=True)
         trainer = Trainer(params, optim.SGD(lr=0.1), world)
         assert not trainer.reducer.overlap

@@ -1,7 +1,10 @@
 import numpy as np
 import pytest
 
+from hpcdp import nn
 from hpcdp.comm import thread_comm
+from hpcdp.data_parallel import Reducer
+from hpcdp.data_parallel.buckets import plan
 from hpcdp.data_parallel.deterministic import closed_by, run_of
 
 
@@ -46,21 +49,17 @@ def test_sums_take_no_more_memory_than_the_tree_is_deep():
 
 
 def test_half_precision_is_added_in_single():
-    from hpcdp.comm.shared_memory import PrivateMemory
-    from hpcdp.data_parallel.buckets import Bucket
-    from hpcdp.data_parallel.deterministic import VirtualShards
-
     def added(world):
-        rows = np.zeros((1, 2), "f2")
-        bucket = Bucket.__new__(Bucket)  # the kernels of rows have none for this dtype
-        bucket.number, bucket.mine, bucket.shard = 0, rows[0], (0, 2)
-        shards = VirtualShards(3, world, PrivateMemory(), [bucket], None)
+        param = nn.Parameter(np.zeros(2, "f2"), name="p")
+        reducer = Reducer([param], plan([("p", (2,), param.data.dtype)]), world, virtual_shards=3)
         for value in (2048.0, 1.0, 1.0):  # in half precision 2048 + 1 is 2048
-            rows[0] = value
-            shards.take(bucket)
-            if not shards.is_last:
-                shards.next()
-        assert list(shards.sum(bucket, None)) == []
-        return rows[0].tolist()
+            param.grad[...] = value
+            param.grad_hook(param)
+            if not reducer.is_last_backward:
+                reducer.next_virtual_shard()
+        reducer.launch_rest()
+        reducer.tally(0)
+        reducer.reduce_everywhere()
+        return param.grad.tolist()
 
     assert thread_comm.run(1, added) == [[2050.0, 2050.0]]

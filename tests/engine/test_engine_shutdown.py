@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 from programs import SPIN, script
+from raises import raises
 
 from hpcdp.engine import Engine, default_engine
 from hpcdp.engine import engine as engine_engine
@@ -21,7 +22,7 @@ def test_shutdown_ends_threads_and_releases_waiters():
     assert begun.wait(30)  # what has not begun would be dropped
     closer = threading.Thread(target=engine.shutdown)
     closer.start()
-    with pytest.raises(ConfigError, match=r"got shutdown\(\)"):
+    with raises(ConfigError, operation="wait_to_read", where="v", got="shutdown()"):
         engine.wait_to_read(var)
     closer.join(0.05)
     assert closer.is_alive()  # it waits for what runs
@@ -30,7 +31,7 @@ def test_shutdown_ends_threads_and_releases_waiters():
     closer.join(10)
     assert not closer.is_alive()
     assert "hpcdp-ending" not in {thread.name for thread in threading.enumerate()}
-    with pytest.raises(ConfigError, match=r"an engine after shutdown\(\)"):
+    with raises(ConfigError, operation="push", got="shutdown()"):
         engine.push(lambda: None, lane="ending")
 
 
@@ -49,7 +50,7 @@ def test_shutdown_drops_what_becomes_ready_after_it():
     assert begun.wait(10)
     closer = threading.Thread(target=engine.shutdown)
     closer.start()
-    with pytest.raises(ConfigError, match=r"got shutdown\(\)"):
+    with raises(ConfigError, operation="wait_to_read", where="v", got="shutdown()"):
         engine.wait_to_read(var)
     gate.set()
     closer.join(10)

@@ -3,6 +3,7 @@ import threading
 import types
 
 import pytest
+from raises import raises
 
 from hpcdp.engine import Engine
 from hpcdp.engine.engine import Trace, nvtx
@@ -64,7 +65,7 @@ def test_what_comes_after_its_end_is_not_kept_and_not_missed():
 
 @pytest.mark.parametrize("capacity", [0, "9", None, float("nan")])
 def test_a_capacity_that_is_no_number_of_slices_is_refused(capacity):
-    with pytest.raises(ConfigError, match=r"Trace \[capacity\]: expected an integer >= 1, got"):
+    with raises(ConfigError, operation="Trace", where="capacity", expected=1):
         Trace(capacity=capacity)
 
 

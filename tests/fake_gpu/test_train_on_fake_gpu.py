@@ -13,7 +13,7 @@ CODECS = ("fp16", "bf16", "2bit", "1bit", "topk")
 ONE = {"FAKE_GPUS": "1"}
 TWO = {"FAKE_GPUS": "2"}
 TWO_NODES = {**ONE, "HPCDP_RANKS_PER_NODE": "2"}
-COMPILING = re.compile("hpcdp: (compiling kernels that are new on this machine|another process is compiling kernels)")
+COMPILING = re.compile("hpcdp: (compiling kernels that are new on this machine|waiting for another rank or job)")
 """What rank 0 says where the kernels of the host are new."""
 
 

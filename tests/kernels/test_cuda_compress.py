@@ -6,6 +6,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from raises import raises
 
 from hpcdp.compression import BFloat16, Float16, OneBit, TopK, TwoBit
 from hpcdp.core.arrays import dtype_of, is_bfloat16
@@ -198,5 +199,5 @@ def test_an_index_out_of_range_is_dropped(cupy: ModuleType) -> None:
 def test_a_wire_that_begins_between_words_is_refused(cupy: ModuleType) -> None:
     x = cupy.asarray(np.ones(16, np.float32))
     wire = cupy.asarray(np.zeros(9 + TwoBit().nbytes(16, np.dtype("f4")), np.uint8))
-    with pytest.raises(UnsupportedError, match=r"alignment.*divisible by 4"):
+    with raises(UnsupportedError, operation="decode_two_bit", where="alignment", expected=4):
         TwoBit().decode(wire[1:9], x)

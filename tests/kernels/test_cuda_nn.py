@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from pairs import pairs
 from placed import beginning_at
+from raises import raises
 
 from hpcdp import nn
 from hpcdp.autograd import Tensor, record
@@ -301,7 +302,7 @@ def test_a_variance_that_rounding_makes_negative_is_zero(of_type: str, cupy: Mod
 
 def test_batch_norm_refuses_channels_of_16_bits(cupy: ModuleType) -> None:
     x, ones = (cupy.asarray(np.ones(shape, np.float16)) for shape in ((2, 3, 4), 3))
-    with pytest.raises(UnsupportedError, match="expected float32, got float16"):
+    with raises(UnsupportedError, operation="gradient_sums", where="dtype", expected="float32", got="float16"):
         networks.gradient_sums(x, x, (ones, ones), cupy.asarray(np.empty((2, 3))), 0.0)
 
 

@@ -4,6 +4,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from raises import raises
 
 from hpcdp import kernels
 from hpcdp.core.arrays import dtype_of, is_float, words
@@ -68,5 +69,5 @@ def test_a_launch_has_at_most_32_rows(cupy: ModuleType) -> None:
     gradients.combine(cupy.asarray(rows[:32]), 0, 8, out, SUM)
     reference_reduce.combine(rows[:32], 0, 8, expected, SUM)
     np.testing.assert_array_equal(out.to_host(), expected)
-    with pytest.raises(UnsupportedError, match="at most 32 rows, got 33"):
+    with raises(UnsupportedError, operation="combine", expected=32, got=33):
         gradients.combine(cupy.asarray(rows), 0, 8, out, SUM)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from raises import raises
 
 from hpcdp import autograd
 from hpcdp.autograd import Tensor
@@ -69,7 +70,7 @@ def test_what_the_kernels_do_not_take_is_refused(cupy: ModuleType) -> None:
         cupy.asarray(np.zeros(shape, kind)) for shape, kind in (((3, 2), "f4"), (4, "i8"), ((4, 2), "f4"))
     )
     for wrong in ((table, rows[:3], values), (table, rows, values[:, :1]), (table, rows.astype("i4"), values)):
-        with pytest.raises(UnsupportedError, match="add_rows"):
+        with raises(UnsupportedError, operation="add_rows"):
             networks.add_rows(*wrong)
 
 

@@ -4,6 +4,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from raises import raises
 
 from hpcdp.errors import UnsupportedError
 from hpcdp.kernels.cuda import gradients
@@ -60,7 +61,7 @@ def test_coefficients_may_lie_on_the_gpu(rule: str, dtype: type, cupy: ModuleTyp
     for one, other in zip(arrays, others, strict=True):
         np.testing.assert_array_equal(one.to_host(), other.to_host())
     for wrong in (np.ones(2), np.array(RULES[rule][1], np.float32)):
-        with pytest.raises(UnsupportedError, match="float64"):
+        with raises(UnsupportedError, operation=rule, expected="float64"):
             getattr(gradients, rule)(*arrays, cupy.asarray(wrong))
 
 
@@ -77,7 +78,7 @@ def test_the_scale_may_lie_there_by_itself(rule: str, dtype: type, cupy: ModuleT
         for ours, theirs in zip(arrays, plain, strict=True):
             np.testing.assert_array_equal(ours.to_host(), theirs)
     for wrong in (np.ones(2), np.ones(1, np.float32)):
-        with pytest.raises(UnsupportedError, match="float64"):
+        with raises(UnsupportedError, operation=rule, expected="float64"):
             getattr(gradients, rule)(*arrays, RULES[rule][1], cupy.asarray(wrong))
 
 

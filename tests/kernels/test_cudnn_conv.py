@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from gpu_on_host import cupy_module
 from pairs import pairs
+from raises import raises
 
 from hpcdp import kernels
 from hpcdp.core.arrays import dtype_of, is_half
@@ -279,7 +280,7 @@ def test_the_fastest_plan_is_taken_where_that_is_asked_for(cudnn, monkeypatch):
 def test_a_setting_that_is_none_is_refused(cudnn, monkeypatch):
     monkeypatch.setenv("HPCDP_CUDNN_BENCHMARK", "no")
     x, weight, _, gy = arrays("f4", (1, 1), (0, 0))
-    with pytest.raises(ConfigError, match=r"convolution \[HPCDP_CUDNN_BENCHMARK\]: expected one of 0, 1, got 'no'"):
+    with raises(ConfigError, operation="convolution", where="HPCDP_CUDNN_BENCHMARK", expected=[0, 1], got="no"):
         cudnn_conv.conv2d(to_gpu(x), to_gpu(weight), None, to_gpu(gy), (1, 1), (0, 0), False)
 
 

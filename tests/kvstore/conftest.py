@@ -3,7 +3,7 @@
 import pytest
 
 from hpcdp import kvstore
-from hpcdp.kvstore import protocol
+from hpcdp.kvstore import handlers
 
 
 @pytest.fixture(params=list(kvstore.KINDS))
@@ -15,5 +15,5 @@ def kind(request):
 def split(request, monkeypatch):
     """Whether keys of dist_async are cut over all servers, where there are several nodes."""
     if request.param:
-        monkeypatch.setattr(protocol, "SPLIT_NBYTES", 8)
+        monkeypatch.setattr(handlers, "SPLIT_NBYTES", 8)
     return request.param

@@ -12,19 +12,19 @@ import hpcdp
 from hpcdp import kvstore, optim
 from hpcdp.comm import thread_comm
 from hpcdp.errors import HpcdpError, MismatchError
-from hpcdp.kvstore import sync_rounds
+from hpcdp.kvstore import sync
 
 WORLDS = [(1, None), (2, None), (3, None), (4, None), (5, None), (2, 1), (3, 1), (3, 2), (4, 2), (5, 2)]
 """Ranks, and ranks per node."""
 
 
-CHUNKS = [sync_rounds.CHUNK_NBYTES, 1920]
+CHUNKS = [sync.CHUNK_NBYTES, 1920]
 
 
 @pytest.fixture(params=CHUNKS)
 def chunks(request, monkeypatch):
     """All in one piece, and in many."""
-    monkeypatch.setattr(sync_rounds, "CHUNK_NBYTES", request.param)
+    monkeypatch.setattr(sync, "CHUNK_NBYTES", request.param)
 
 
 def pushed(rank, turn, size, dtype):

@@ -8,6 +8,7 @@ import gpu_on_host
 import numpy as np
 import pytest
 from pairs import in_turn, pairs
+from raises import raises
 
 from hpcdp import checkpoint, kvstore, optim
 from hpcdp.comm import cuda_memory, thread_comm
@@ -18,7 +19,7 @@ from hpcdp.core import devices
 from hpcdp.core.devices import Device, Streams, gpu
 from hpcdp.data_parallel import gpu_reduction
 from hpcdp.errors import MismatchError, UnsupportedError
-from hpcdp.kvstore import arguments, gpu_keys
+from hpcdp.kvstore import arguments, device_sync
 from hpcdp.train.trainer import Trainer
 
 SHAPES = {"a": (7, 3), "b": (5,), "c": (40, 30), "d": ()}
@@ -156,7 +157,7 @@ def test_keys_have_the_same_bits_by_messages_from_and_to_gpus(gpus_on_host, way,
 )
 def test_dtypes_of_many_keys(gpus_on_host, monkeypatch, dtype):
     use(monkeypatch, 8)
-    monkeypatch.setattr(gpu_keys, "MOST_KEYS", 3)
+    monkeypatch.setattr(device_sync, "MOST_KEYS", 3)
     found = thread_comm.run(2, lambda world: program(world, "dist_device_sync", on_gpu, "sum", dtype))
     wanted = thread_comm.run(2, lambda world: program(world, "dist_sync", np.array, "sum", dtype))
     for mine, theirs in zip(found[0], wanted[0], strict=True):
@@ -292,7 +293,12 @@ def test_ranks_with_values_elsewhere_are_told(gpus_on_host, monkeypatch):
     def one(world):
         store = kvstore.create("dist_device_sync", world)
         value = np.zeros(3, "f4")
-        with pytest.raises(MismatchError, match=r"expected key 'a' \(3,\) float32 on a GPU as on rank 0"):
+        with raises(
+            MismatchError,
+            operation="init",
+            where="item 1 of 1 on rank 0",
+            expected=["a", (3,), "float32", "GPU", "rank 0"],
+        ):
             store.init("a", value if world.rank else on_gpu(value))
 
     thread_comm.run(2, one)
@@ -309,7 +315,7 @@ def test_learning_rates_that_differ_are_told_to_all(gpus_on_host, monkeypatch):
         store.set_optimizer(rule)
         rule.lr = 0.5 + world.rank
         store.push("a", on_gpu(np.ones(3, "f4")))
-        with pytest.raises(MismatchError, match=r"0\.5 on rank 0, 1\.5 on rank 1"):
+        with raises(MismatchError, operation="push", where="key 'a'", got=[0.5, "rank 0", 1.5, "rank 1"]):
             store.pull("a").wait()
         rule.lr = 1.0
         store.push("a", on_gpu(np.ones(3, "f4")))
@@ -325,7 +331,7 @@ def test_compression_is_for_keys_on_the_host(gpus_on_host, monkeypatch):
     def one(world):
         store = kvstore.create("dist_device_sync", world)
         store.init("a", on_gpu(np.zeros(3, "f4")))
-        with pytest.raises(UnsupportedError, match=r"before init\(\), so that keys are kept on the host"):
+        with raises(UnsupportedError, operation="set_gradient_compression", where="key 'a'", remedy="init()"):
             store.set_gradient_compression("2bit")
         coded = kvstore.create("dist_device_sync", world)
         coded.set_gradient_compression({"type": "2bit", "threshold": 0.5})
@@ -512,5 +518,5 @@ def test_a_key_that_could_not_be_moved_is_free(gpus_on_host, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["?", "c8"])
 def test_a_store_on_devices_refuses_what_the_host_refuses(gpus_on_host, dtype):
-    with pytest.raises(UnsupportedError, match=r"init \[key 'x'\]: expected an array of uint8, .*float64, got"):
+    with raises(UnsupportedError, operation="init", where="key 'x'", expected=["uint8", "float64"]):
         kvstore.create("device").init("x", gpu(1).put(np.zeros(3, dtype)))

@@ -10,8 +10,8 @@ import pytest
 
 from hpcdp import kvstore
 from hpcdp.comm import thread_comm
-from hpcdp.kvstore import protocol
-from hpcdp.kvstore.handlers import serve
+from hpcdp.kvstore import handlers
+from hpcdp.kvstore.serve import serve
 
 PRIME = 1_000_003
 COUNT = 6
@@ -125,7 +125,7 @@ WHOLE_TOO = [(2, None, 0), (4, 2, 0), (2, 1, 1)]
 def test_random_schedules(world, cut, monkeypatch):
     ranks, per_node, num_servers = world
     if cut:
-        monkeypatch.setattr(protocol, "SPLIT_NBYTES", 8)
+        monkeypatch.setattr(handlers, "SPLIT_NBYTES", 8)
     for seed in range(2 if os.environ.get("HPCDP_TEST_THOROUGH") else 1):
         for key, operations in run_schedules(ranks, per_node, num_servers, 60, seed).items():
             assert is_linearisable(key, operations), (key, seed, sorted(operations))

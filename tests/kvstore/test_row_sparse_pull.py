@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from raises import raises
 from small_stores import added, on_one_worker
 
 from hpcdp import kvstore
@@ -20,7 +21,7 @@ def test_rows_that_repeat_in_any_order(kind):
         store.row_sparse_pull("rows", out=out, row_ids=[])
         assert (out == 0).all()
         for wrong in ([4], [-1], [0.5], [[[1]]]):
-            with pytest.raises(ConfigError, match=r"\[row_ids\]: expected integers from 0 to 3"):
+            with raises(ConfigError, operation="row_sparse_pull", where="row_ids", expected=[0, 3]):
                 store.row_sparse_pull("rows", row_ids=wrong)
 
     on_one_worker(kind, rows)
@@ -43,11 +44,11 @@ def test_rows_of_several_keys(kind):
         store.row_sparse_pull(1, out=several, row_ids=[[1], np.array([3, 0]), [2]])
         for each, rows in zip(several, ([1], [0, 3], [2]), strict=True):
             assert (each[rows] == values[rows]).all() and np.count_nonzero(each.any(axis=1)) == len(rows)
-        with pytest.raises(ConfigError, match="expected rows for each of 3 arrays, or for all, got 2 lists"):
+        with raises(ConfigError, operation="row_sparse_pull", where="row_ids", expected=3, got=2):
             store.row_sparse_pull(1, out=several, row_ids=[[1], [2]])
-        with pytest.raises(ConfigError, match=r"row_sparse_pull \[row_ids\]: expected integers from 0 to 3, got None"):
+        with raises(ConfigError, operation="row_sparse_pull", where="row_ids", expected=[0, 3], got=None):
             store.row_sparse_pull(1)
-        with pytest.raises(ConfigError, match=r"row_sparse_pull \[row_ids\]: expected a list of 2, one for each key"):
+        with raises(ConfigError, operation="row_sparse_pull", where="row_ids", expected=["list", 2]):
             store.row_sparse_pull([1, 2], row_ids=[[1]])
 
     on_one_worker(kind, one)

@@ -7,9 +7,8 @@ import pytest
 
 from hpcdp import kvstore, optim
 from hpcdp.comm import thread_comm
-from hpcdp.kvstore.handlers import serve
-from hpcdp.kvstore.protocol import Message, MessageKind
-from hpcdp.kvstore.server import Server
+from hpcdp.kvstore.serve import serve
+from hpcdp.kvstore.server import Message, MessageKind, Server
 
 
 class OnItsWay:

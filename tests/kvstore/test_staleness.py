@@ -6,13 +6,15 @@ import time
 import numpy as np
 import pytest
 from pairs import pairs
+from raises import raises
 
 import hpcdp
 from hpcdp import kvstore, optim
 from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError
 from hpcdp.kvstore import handlers
-from hpcdp.kvstore.handlers import Replay, serve
+from hpcdp.kvstore.asynchronous import Replay
+from hpcdp.kvstore.serve import serve
 
 WORLDS = [
     *((False, *each) for each in ((2, None, 0), (3, None, 0), (2, 1, 1))),  # there is nothing to cut keys over
@@ -170,7 +172,7 @@ def test_a_seed_replays_a_run_to_the_bit(ranks, per_node, split):
 
 
 def test_replay_is_for_thread_ranks():
-    with pytest.raises(ConfigError, match=r"\[replay\]: expected thread ranks"):
+    with raises(ConfigError, operation="kvstore", where="replay"):
         kvstore.create("dist_async", replay=1)
 
 

@@ -5,12 +5,13 @@ from functools import partial
 import numpy as np
 import pytest
 from pairs import pairs
+from raises import raises
 from small_stores import LAYOUTS, WORLDS, full, on_one_worker
 
 from hpcdp import kvstore, nn, optim
 from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, MismatchError
-from hpcdp.kvstore.handlers import serve
+from hpcdp.kvstore.serve import serve
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), WORLDS)
@@ -88,7 +89,7 @@ def test_rates_that_differ_are_told_whatever_they_are(rate, shape, at_once):
             store.push("w", np.ones(shape, "f4"))
             store.wait()
 
-    with pytest.raises(MismatchError, match=r"expected the same learning rate on all ranks, got 1 on rank 0, 2 on ra"):
+    with raises(MismatchError, operation="push", where="key 'w'", got=[1, "rank 0", 2]):
         thread_comm.run(2, one)
 
 
@@ -176,7 +177,7 @@ def test_a_rate_that_is_none_is_told_where_it_is_pushed(per_node):
         rule = optim.SGD(lr=0.1)
         store.set_optimizer(rule)
         rule.lr = np.array(0.5)
-        with pytest.raises(ConfigError, match=r"sgd lr.*expected a number >= 0, got array\(0\.5\)"):
+        with raises(ConfigError, operation="push", where="sgd lr", expected=0, got="array(0.5)"):
             store.push(["w", "v"], [full(1), full(1)])
 
     thread_comm.run(2, one, per_node)

@@ -6,6 +6,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from pairs import pairs
+from raises import raises
 from store_networks import (
     BATCH,
     WORLDS,
@@ -28,7 +29,7 @@ from hpcdp.data_parallel.bucket_trainer import BucketTrainer
 from hpcdp.data_parallel.policy import Policy
 from hpcdp.errors import MismatchError, StaleGradientError
 from hpcdp.kvstore.arguments import PullHandle
-from hpcdp.kvstore.handlers import serve
+from hpcdp.kvstore.serve import serve
 from hpcdp.kvstore.trainer import StoreTrainer
 
 SYNC = ("dist_sync", "dist_device_sync")
@@ -141,7 +142,7 @@ def test_a_step_whose_push_fails_is_dropped_whole(there, monkeypatch):
             failing.setattr(trainer.store, "pushpull", Mock(side_effect=OSError("no wire")))
             trainer.step(1)
         assert not trainer.holds_gradients and all(param.grad_req == "write" for param in net.parameters())
-        with pytest.raises(StaleGradientError, match="expected a gradient for every parameter"):
+        with raises(StaleGradientError, operation="step", where="rank 0"):
             trainer.step(1)
         backward(net, 0, [2])
         assert trainer.step(1) == 1
@@ -195,7 +196,9 @@ def test_a_loss_scale_is_divided_away_and_ranks_must_agree_on_it():
 
     plain, scaled = (thread_comm.run(2, lambda world, s=s: rank(world, s))[0] for s in (1.0, 64.0))
     np.testing.assert_allclose(scaled, plain, rtol=2e-5, atol=2e-6)
-    with pytest.raises(MismatchError, match=r"loss scale 1\.0 as on rank 0, got loss scale 2.0 on rank 1"):
+    with raises(
+        MismatchError, operation="step", where="item 2 of 2 on rank 0", expected=[1.0, "rank 0"], got=[2.0, "rank 1"]
+    ):
         thread_comm.run(2, lambda world: rank(world, 1.0 + world.rank))
 
 

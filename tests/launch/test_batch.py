@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from batch_jobs import FULL
+from raises import raises
 
 from hpcdp.errors import ConfigError, LaunchError
 from hpcdp.launch import batch, parser
@@ -33,13 +34,13 @@ def test_only_what_programs_need_travels() -> None:
 
 def test_the_words_of_batch_args() -> None:
     assert batch.split("-q 'two words'  -l a=b", ["-o"]) == ["-q", "two words", "-l", "a=b"]
-    with pytest.raises(ConfigError, match="expected none of -o -e, which are set already, got '-e'"):
+    with raises(ConfigError, operation="launch --batch-args", expected=["-o", "-e"], got="'-e'"):
         batch.split("-q x -e y", ["-o", "-e"])
 
 
 def test_within_a_job_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parser, "launched_ranks", lambda: 4)
-    with pytest.raises(LaunchError, match="a rank of a job of 4"):
+    with raises(LaunchError, operation="launch --launcher sge", got=4):
         batch.check(FULL, "sge")
 
 
@@ -138,7 +139,7 @@ def test_a_reader_that_has_gone_cancels_the_job(tmp_path: Path, monkeypatch: pyt
 
 def test_a_job_whose_folder_every_user_may_exchange_is_not_submitted(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    with pytest.raises(LaunchError, match="a place that not everybody may change, got /") as caught:
+    with raises(LaunchError, operation="make the folder of the job", where=tmp_path / "job") as caught:
         batch.run(LaunchPlan([]), tmp_path / "job", lambda: pytest.fail("it was submitted"))
     assert caught.value.got == f"{tmp_path}, which every user may write"  # the line may be cut
     assert not (tmp_path / "job").exists()
@@ -146,6 +147,6 @@ def test_a_job_whose_folder_every_user_may_exchange_is_not_submitted(tmp_path: P
 
 def test_a_folder_that_is_there_already_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "job").mkdir()
-    with pytest.raises(LaunchError, match="File exists"):
+    with raises(LaunchError, operation="make the folder of the job", where=tmp_path / "job"):
         batch.run(LaunchPlan([]), tmp_path / "job", lambda: Batch(tmp_path / "job", ""))
     assert (tmp_path / "job").exists()

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from raises import raises
 
 from hpcdp.errors import LaunchError
 from hpcdp.launch import guard, guard_client, hosts
@@ -27,6 +28,7 @@ shift
 echo "$1" >>{log}
 case $1 in
   refused*) echo "ssh: connect to host refused port 22: Connection refused" >&2; exit 255 ;;
+  silent*) exec sleep 60 ;;
   bare) echo "bash: python: command not found" >&2; exit 127 ;;
   chatty) echo "welcome to this host"; echo "please read the news" >&2 ;;
 esac
@@ -96,6 +98,18 @@ class Job:
             assert time.monotonic() < deadline, "something is left"
             time.sleep(0.05)
         return self.process.returncode, said
+
+
+def test_silent_hosts_are_left_together(ssh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each ssh to one goes on for some time, which must not add up."""
+    monkeypatch.setattr(guard_client, "_REACHED_S", 0.2)
+    began_s = time.monotonic()
+    with (
+        pytest.raises(LaunchError, match="silent0: no answer in 0 s"),
+        Guards([HostSlots(f"silent{host}", 1) for host in range(20)], print),
+    ):
+        pass
+    assert time.monotonic() - began_s < 6
 
 
 @pytest.mark.parametrize(
@@ -178,9 +192,7 @@ def test_a_limit_of_open_files_is_raised_or_named(limits: tuple[int, int], monke
     guard_client._allow_files(300)
     assert now[1:] == ([(856, limits[1])] if limits[0] < 856 else [])
     if limits[1] == 900:
-        with pytest.raises(
-            LaunchError, match="340 other hosts: expected a limit of 936 open files, got 900; run ulimit -n"
-        ):
+        with raises(LaunchError, operation="launch on 340 other hosts", expected=936, got=900, remedy="-n"):
             guard_client._allow_files(340)
 
 
@@ -211,9 +223,7 @@ def test_a_host_whose_folder_of_segments_others_may_change_is_named(ssh: Path) -
     fcntl.flock(lock, fcntl.LOCK_SH)  # or it would be removed first, as one that was left behind
     with Guards([HostSlots("away", 1)], print) as guards:
         guards.begin(2, 0, {}, folder, None)
-        with pytest.raises(
-            LaunchError, match=f"away: no folder for segments: .*others may change: {folder}, which every"
-        ):
+        with raises(LaunchError, operation="launch", got=folder):
             guards.check("/", sys.executable, None)
     os.close(lock)
 
@@ -225,7 +235,7 @@ def test_programs_for_mpirun_are_not_put_where_others_may_exchange_them(
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home" / ".cache").mkdir(parents=True)
     tmp_path.chmod(0o777)
-    with pytest.raises(LaunchError, match="got a folder that others may change: ") as caught:
+    with raises(LaunchError, operation="launch on other hosts") as caught:
         guard_client._private_folder(contextlib.ExitStack())
     assert f"a folder that others may change: {tmp_path}, which every user may write" in str(caught.value.got)
     assert not list(tmp_path.glob("hpcdp-*"))

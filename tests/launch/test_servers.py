@@ -29,8 +29,7 @@ def serve(whole):
     for worker in range(whole.size - whole.num_servers):
         whole.comm.irecv(np.empty(0, np.uint8), worker, ENDED).wait()
 
-stub = sys.modules["hpcdp.kvstore.handlers"] = types.ModuleType("hpcdp.kvstore.handlers")
-stub.serve = serve
+program.serve = serve
 program.main()
 """
 LAUNCHER = """

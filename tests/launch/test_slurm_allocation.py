@@ -7,6 +7,7 @@ import sys
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from raises import raises
 
 from hpcdp.cli import launch
 from hpcdp.errors import LaunchError
@@ -39,21 +40,21 @@ def test_numbers_per_host(text: str, counts: list[int]) -> None:
     "text", ["", "a,", "n[1-", "n1]", "n[]", "n[3-1]", "n[a]", "a b", "$(reboot)", "n[[1]]", "a/b"]
 )
 def test_what_is_no_host_list(text: str) -> None:
-    with pytest.raises(LaunchError, match="names as in node"):
+    with raises(LaunchError, operation="read Slurm's host list", expected="[01-03,7]"):
         expand_hosts(text)
 
 
 @pytest.mark.parametrize("text", ["n[0-999999999999]", "a[1-999]b[1-999]", "a[1-60000],b[1-60000]"])
 def test_more_hosts_than_there_are(text: str) -> None:
-    with pytest.raises(LaunchError, match="at most 100,000 hosts"):
+    with raises(LaunchError, operation="read Slurm's host list", expected=[100, "000"]):
         expand_hosts(text)
 
 
 @pytest.mark.parametrize("text", ["", "2(3)", "2(x0)", "x", "1,,2", "-1", "2(x3"])
 def test_what_is_no_list_of_numbers(text: str) -> None:
-    with pytest.raises(LaunchError, match=r"a list such as 2\(x3\),1"):
+    with raises(LaunchError, operation="read Slurm's numbers per host", expected=["list", 2, "x3", 1]):
         expand_counts(text)
-    with pytest.raises(LaunchError, match="at most 100,000 of them"):
+    with raises(LaunchError, operation="read Slurm's numbers per host", expected=[100, "000"]):
         expand_counts("1(x99999),2(x9)")
 
 
@@ -172,7 +173,7 @@ def test_what_an_mpirun_starts_in_a_job_is_not_refused(family: str, job: Job, mo
 
 def test_mpich_is_not_asked_for_a_host_that_it_would_wait_for() -> None:
     for name in ("node3", "10.77.0.2"):
-        with pytest.raises(LaunchError, match=f"got {name}"):
+        with raises(LaunchError, operation="launch -H", got=name):
             check_allocation(Job(("x",), 1, hosts=(Host(name),)), GIVEN, "mpich")
 
 
@@ -181,7 +182,7 @@ def test_it_is_checked_before_mpirun_is_started(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv(f"SLURM_JOB_{name}", value)
     for name in ("SLURM_TASKS_PER_NODE", "SLURM_CPUS_PER_TASK", POLICY):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(LaunchError, match=r"expected hosts of job 7, 2 tasks on 2 hosts .*, got node3"):
+    with raises(LaunchError, operation="launch -H", expected=[7, 2], got="node3"):
         launchers.launcher("mpi").plan(Job(("true",), 1, hosts=(Host("node3"),)))
 
 
@@ -197,7 +198,9 @@ def test_a_heterogeneous_job_is_not_started_in_part(
     if has_list:
         monkeypatch.setenv("SLURM_JOB_NODELIST", "node1")
         monkeypatch.setenv("SLURM_TASKS_PER_NODE", "2")
-    with pytest.raises(LaunchError, match=r"expected one component, got 2; start all with .* --het-group=0-1 PROGRAM"):
+    with raises(
+        LaunchError, operation="launch in a heterogeneous Slurm job", got=2, remedy=["--het-group=0", "PROGRAM"]
+    ):
         launch.main([*arguments, "--", "true"])
 
 

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from raises import raises
 
 from hpcdp.errors import ConfigError, LaunchError
 from hpcdp.launch import mpi_library
@@ -143,7 +144,7 @@ def test_variables(srun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_loopback_leads_to_no_other_host_of_the_job(srun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
-    with pytest.raises(ConfigError, match="got 'lo', which reaches no other host"):
+    with raises(ConfigError, operation="launch --interface", got="lo"):
         slurm.plan(Job(("sh",), 2, interface="lo"))
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node1")
     (command,) = slurm.plan(Job(("sh",), 2, interface="lo")).commands
@@ -204,11 +205,11 @@ def test_what_srun_cannot_do(srun: Path, job: Job, expected: str) -> None:
 
 def test_without_srun_and_inside_of_ranks(srun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    with pytest.raises(LaunchError, match="got a rank of a job of 2"):
+    with raises(LaunchError, operation="launch ranks", got=2):
         slurm.plan(Job(("p",), 2))
     monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
     srun.unlink()
     monkeypatch.setenv("PATH", str(srun.parent))
-    with pytest.raises(LaunchError, match="expected srun on PATH, got none"):
+    with raises(LaunchError, operation="launch --launcher slurm", expected="PATH"):
         slurm.run(Job(("p",), 2))
     assert argv(Job(("p",), 2)) == ["srun", "--mpi=pmix", *COMMON, "--ntasks=2", "p"], "a dry run needs none"

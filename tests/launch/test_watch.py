@@ -126,7 +126,7 @@ def test_a_rank_is_named_where_open_mpi_names_one_that_aborts_for_it(
 
 @pytest.mark.parametrize("misses", [True, False])
 def test_a_job_that_the_watchdog_has_ended_has_failed_whatever_status_mpirun_has(tmp_path: Path, misses: bool) -> None:
-    """With ULFM that is now and then 0, as where others go on without a rank that was killed."""
+    """With ULFM that is now and then 0, as where others continue without a rank that was killed."""
     mpirun = tmp_path / "mpirun"
     mpirun.write_text(GOES_ON.format(python=sys.executable, misses=misses))
     mpirun.chmod(0o755)

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 
 import pytest
 
@@ -128,6 +129,21 @@ def test_the_cause_stands_last(text: str, code: int, last: str, family: str) -> 
     ends = [ENDED[0]._replace(status=code << 8), ENDED[1]]
     status, line = runner._explained(ends, code, family, words := heard(text))
     assert (status, runner._with_reason(line, status, words)) == (code, last)
+
+
+@pytest.mark.parametrize(
+    ("code", "last"),
+    [
+        ("import hpcdp.launch.mpirun_output as ending; ending.fail('why', 1)", "hpcdp: rank 0: why"),
+        ("import hpcdp; world = hpcdp.init(); world.comm.barrier(); 1 // world.rank; world.comm.barrier()",
+         "ended with status 1: ZeroDivisionError: integer division or modulo by zero"),
+    ],
+)  # fmt: skip
+def test_the_cause_stands_last_in_a_job(code: str, last: str) -> None:
+    """Open MPI's lines pass through the assembler of live output."""
+    command = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--", sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].endswith(last), done.stderr
 
 
 @pytest.mark.parametrize(

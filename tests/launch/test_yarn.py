@@ -22,6 +22,7 @@ from batch_jobs import (
     rendered,
     wait_for,
 )
+from raises import raises
 
 from hpcdp.errors import ConfigError, LaunchError
 from hpcdp.launch import mpi_library
@@ -94,7 +95,7 @@ def test_what_is_missing_of_hadoop_is_named(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.delenv("HADOOP_HOME", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     job = Job(("python",), 1)
-    with pytest.raises(LaunchError, match=r"HADOOP_HOME=not set.*no program yarn and no hadoop-yarn-applic"):
+    with raises(LaunchError, operation="launch --launcher yarn", where="HADOOP_YARN_HOME=not set, HADOOP_HOME=not set"):
         yarn.run(job)
     jar = "hadoop-yarn-applications-distributedshell.jar"
     assert yarn.plan(job).commands[0].argv[:3] == ("yarn", "jar", jar), "a dry run needs no Hadoop"

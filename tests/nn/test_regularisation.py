@@ -3,6 +3,7 @@ import copy
 import numpy as np
 import pytest
 import standin
+from raises import raises
 
 from hpcdp import autograd, nn
 from hpcdp.autograd import Tensor
@@ -97,7 +98,7 @@ def test_dropout_is_reproducible_and_off_in_prediction():
 
 @pytest.mark.parametrize("p", [-0.1, 1.0, 3])
 def test_impossible_probabilities_are_refused(p):
-    with pytest.raises(ConfigError, match=r"Dropout \[p\]: expected a number in \[0, 1\)"):
+    with raises(ConfigError, operation="Dropout", where="p", expected=[0, 1]):
         nn.Dropout(p)
 
 
@@ -179,5 +180,5 @@ def test_a_seed_waits_for_the_replica_and_a_generator_under_way_does_not(monkeyp
 
 @pytest.mark.parametrize("seed", [-1, 1.5, "a"])
 def test_seeds_that_are_none_are_refused(seed):
-    with pytest.raises(ConfigError, match=r"Dropout \[seed\]: expected an integer >= 0"):
+    with raises(ConfigError, operation="Dropout", where="seed", expected=0):
         nn.Dropout(0.5, seed=seed)

@@ -4,6 +4,7 @@ import pickle
 
 import numpy as np
 import pytest
+from raises import raises
 
 import hpcdp
 from hpcdp import autograd, data, nn, optim
@@ -33,7 +34,7 @@ def test_the_documents_matrix():
     np.testing.assert_array_equal(first, x[:2])
     np.testing.assert_array_equal(second, x[2:])
     assert not np.shares_memory(first, x)
-    with pytest.raises(ConfigError, match="expected a number of samples divisible by 3, got 4"):
+    with raises(ConfigError, operation="split_batch", expected=3, got=4):
         data.split_and_load(x, devices(3))
     assert [len(part) for part in data.split_and_load(x, devices(3), even_split=False)] == [1, 1, 2]
 
@@ -173,7 +174,7 @@ def test_a_network_that_returns_several_tensors_is_refused():
         def forward(self, x):
             return x, x
 
-    with pytest.raises(ConfigError, match="Replicas: expected a network that returns a tensor, got a tuple"):
+    with raises(ConfigError, operation="Replicas", got="tuple"):
         nn.Replicas(Pair(), devices(2))(X)
 
 
@@ -202,58 +203,71 @@ def test_to_others_it_is_the_network():
 
 def test_devices_that_are_not_there():
     replicas = nn.Replicas(network(), devices(2))
-    with pytest.raises(RuntimeError, match=r"Replicas \[cpu\(2\)\]: expected one of cpu\(0\), cpu\(1\)") as caught:
+    with raises(RuntimeError, operation="Replicas", where="cpu(2)", expected=["cpu(0)", "cpu(1)"]) as caught:
         replicas.on(hpcdp.cpu(2))
     assert isinstance(caught.value, DeviceError)
-    with pytest.raises(RuntimeError, match=r"device \[gpu\(99\)\]: expected"):
+    with raises(RuntimeError, operation="device", where="gpu(99)"):
         data.split_and_load(X, [hpcdp.gpu(99)])
-    with pytest.raises(RuntimeError, match=r"device: expected a number from 0 on, got cpu\(-1\)"):
+    with raises(RuntimeError, operation="device", expected=0, got="cpu(-1)"):
         hpcdp.cpu(-1)
-    with pytest.raises(RuntimeError, match=r"device \[gpu\(7\)\]: expected"):
+    with raises(RuntimeError, operation="device", where="gpu(7)"):
         network().to(hpcdp.gpu(7))
-    with pytest.raises(DeviceError, match=r"device: expected a number from 0 on, got cpu\('a'\)"):
+    with raises(DeviceError, operation="device", expected=0, got="cpu('a')"):
         hpcdp.cpu("a")
 
 
 @pytest.mark.parametrize("found", [[hpcdp.gpu(99)], [hpcdp.gpu(99), hpcdp.cpu()], [hpcdp.cpu(), hpcdp.gpu(99)]])
 def test_every_device_of_replicas_must_be_there_also_the_first(found):
     for net in (network(), nn.Sequential(nn.Dense(None, 4))):
-        with pytest.raises(RuntimeError, match=r"^device \[gpu\(99\)\]: expected"):
+        with raises(RuntimeError, operation="device", where="gpu(99)"):
             nn.Replicas(net, found)
 
 
 def test_the_network_must_be_on_the_first_device(monkeypatch):
     monkeypatch.setattr("hpcdp.core.devices._cupy", lambda device: None)  # a machine that has every GPU
     for net in (network(), nn.Sequential(nn.Dense(None, 4))):
-        said = r"^Replicas \[gpu\(1\)\]: expected .* first device, got \S*weight on cpu\(0\).*net.to\(hpcdp.gpu\(1\)\)"
-        with pytest.raises(RuntimeError, match=said):
+        with raises(
+            RuntimeError, operation="Replicas", where="gpu(1)", got="cpu(0)", remedy=["net.to", "hpcdp.gpu(1)"]
+        ):
             nn.Replicas(net, [hpcdp.gpu(1), hpcdp.cpu()])
     assert nn.Replicas(network(), [hpcdp.cpu(7)])(X).shape == (37, 4)  # a virtual device, in the same memory
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "fields"),
     [
-        (lambda: nn.Replicas(network(), []), r"Replicas \[devices\]: expected a list of devices, such as .* got \[\]"),
-        (lambda: nn.Replicas(network(), hpcdp.cpu()), r"expected a list of devices, .* got cpu\(0\)"),
+        (
+            lambda: nn.Replicas(network(), []),
+            {"operation": "Replicas", "where": "devices", "expected": "list", "got": "[]"},
+        ),
+        (
+            lambda: nn.Replicas(network(), hpcdp.cpu()),
+            {"operation": "Replicas", "where": "devices", "expected": "list", "got": "cpu(0)"},
+        ),
         (
             lambda: nn.Replicas(network(), devices(1) * 2),
-            r"Replicas \[devices\]: expected distinct devices, got \[cpu\(0\), cpu",
+            {"operation": "Replicas", "where": "devices", "expected": "distinct", "got": "cpu(0)"},
         ),
         (
             lambda: nn.Replicas(network, devices(2)),
-            r"Replicas \[net\]: expected a Module, got a function",
+            {"operation": "Replicas", "where": "net", "expected": "Module"},
         ),
-        (lambda: data.split_and_load(X, 2), r"split_and_load \[devices\]: expected a list of devices, .* got 2"),
-        (lambda: data.split_and_load(X, ["cpu"]), r"expected a list of devices, .* got 'cpu'"),
-        (lambda: data.split_and_load(None, devices(2)), r"split_batch \[x\]: expected an array of samples"),
-        (lambda: network().to(like=3), r"to \[like\]: expected an array, got int"),
+        (
+            lambda: data.split_and_load(X, 2),
+            {"operation": "split_and_load", "where": "devices", "expected": "list", "got": 2},
+        ),
+        (
+            lambda: data.split_and_load(X, ["cpu"]),
+            {"operation": "split_and_load", "where": "devices", "expected": "list", "got": "cpu"},
+        ),
+        (lambda: data.split_and_load(None, devices(2)), {"operation": "split_batch", "where": "x"}),
+        (lambda: network().to(like=3), {"operation": "to", "where": "like", "got": "int"}),
         (
             lambda: network().to("cpu"),
-            r"to \[dtype\]: expected a dtype, or a device: hpcdp.cpu\(0\), .*, got 'cpu'",
+            {"operation": "to", "where": "dtype", "expected": "hpcdp.cpu(0)", "got": "cpu"},
         ),
     ],
 )
-def test_what_are_no_devices_and_no_network(make, message):
-    with pytest.raises(ConfigError, match=message):
+def test_what_are_no_devices_and_no_network(make, fields):
+    with raises(ConfigError, **fields):
         make()

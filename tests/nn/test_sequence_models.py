@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from raises import raises
 
 from hpcdp import autograd, nn, optim
 from hpcdp.comm import thread_comm
@@ -99,9 +100,9 @@ def test_perplexity_falls(name):
 
 def test_what_is_impossible_is_said():
     for name in SMALL:
-        with pytest.raises(ConfigError, match=rf"{name} \[input_shape\]: expected \(time,\), integers >= 1"):
+        with raises(ConfigError, operation=name, where="input_shape", expected=["(time,)", 1]):
             nn.models.create(name, input_shape=(1, 28, 28), num_classes=10, seed=0)
-    with pytest.raises(ConfigError, match="expected a divisor of width 12, got 5"):
+    with raises(ConfigError, operation="CausalSelfAttention", where="heads", expected=12, got=5):
         nn.models.gpt((5,), 7, width=12, heads=5)
-    with pytest.raises(UnsupportedError, match=r"forward \[GPT\]: expected tokens \(batch, at most 5\), got \(3, 6\)"):
+    with raises(UnsupportedError, operation="forward", where="GPT", expected=5, got=(3, 6)):
         SMALL["gpt"]()(TOKENS[:3])

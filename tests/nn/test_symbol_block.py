@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 import textwrap
@@ -10,6 +9,7 @@ import textwrap
 import h5py
 import numpy as np
 import pytest
+from raises import raises
 from threadpoolctl import threadpool_limits
 
 from hpcdp import autograd, nn
@@ -105,8 +105,13 @@ def test_what_was_loaded_takes_other_batches_and_can_be_trained(tmp_path):
         np.testing.assert_array_equal(own.grad, other.grad)
     loaded.load_state_dict(net.state_dict())
     assert "operations" in repr(loaded)
-    for wrong, got in ((x.astype(np.float64), "float64"), (arrays(5, 1, 8, 9), r"float32 of shape \(5, 1, 8, 9\)")):
-        with pytest.raises(ConfigError, match=rf"expected float32 of shape \(batch, 1, 8, 8\), got {got}"):
+    for wrong, fields in (
+        (x.astype(np.float64), {"got": "float64"}),
+        (arrays(5, 1, 8, 9), {"got": ["float32", (5, 1, 8, 9)]}),
+    ):
+        with raises(
+            ConfigError, operation="SymbolBlock", where="inputs", expected=["float32", "(batch, 1, 8, 8)"], **fields
+        ):
             loaded(wrong)
 
 
@@ -149,7 +154,7 @@ def test_a_call_that_has_found_out_shapes_is_not_enough_to_export(tmp_path):
     net = nn.Sequential(nn.Dense(None, 5))
     net.hybridize()
     net(arrays(2, 6))
-    with pytest.raises(ConfigError, match=r"call net\(x\), and again if the first call sets deferred"):
+    with raises(ConfigError, operation="hybridize", where="Sequential", remedy="net(x)"):
         net.export(tmp_path / "net")
     net(arrays(2, 6))
     net.export(tmp_path / "net")
@@ -170,10 +175,15 @@ def test_calls_within_asynchronous_are_none_to_export(tmp_path):
     with autograd.asynchronous():
         for _ in range(2):
             net(arrays(2, 6)).asnumpy()
-        expected = r"asynchronous\(\), got none .*; leave asynchronous\(\), call net\(x\), and again"
-        with pytest.raises(ConfigError, match=expected):
+        with raises(
+            ConfigError,
+            operation="hybridize",
+            where="Dense",
+            expected="asynchronous()",
+            remedy=["asynchronous()", "net(x)"],
+        ):
             net.export(tmp_path / "net")
-    with pytest.raises(ConfigError, match=r"asynchronous\(\), got none .*; call net\(x\)"):
+    with raises(ConfigError, operation="hybridize", where="Dense", expected="asynchronous()", remedy="net(x)"):
         net.export(tmp_path / "net")
     net(arrays(2, 6))
     net.export(tmp_path / "net")
@@ -181,19 +191,19 @@ def test_calls_within_asynchronous_are_none_to_export(tmp_path):
 
 def test_there_is_something_to_export_only_after_a_prediction(tmp_path):
     net = nn.models.mlp(6, 3, (5,))
-    with pytest.raises(ConfigError, match=r"expected a hybridized network; call hybridize\(\), then net\(x\) once"):
+    with raises(ConfigError, operation="Sequential", remedy=["hybridize()", "net(x)"]):
         net.export(tmp_path / "net")
     net.hybridize()
     with autograd.record():
         net(arrays(2, 6))
-    with pytest.raises(ConfigError, match=r"a prediction outside record\(\).*; call net\(x\), and again if"):
+    with raises(ConfigError, operation="hybridize", where="Sequential", expected="record()", remedy="net(x)"):
         net.export(tmp_path / "net")
     net(arrays(2, 6))
     net.add(nn.Tanh())
-    with pytest.raises(ConfigError, match="none since the module was created or changed"):
+    with raises(ConfigError, operation="hybridize", where="Sequential"):
         net.export(tmp_path / "net")
     net(arrays(2, 6))
-    with pytest.raises(DataError, match=r"absent/net\.json.*expected a file that can be written"):
+    with raises(DataError, operation="export", where=tmp_path / "absent/net.json"):
         net.export(tmp_path / "absent" / "net")
 
 
@@ -205,7 +215,7 @@ def test_an_export_that_fails_leaves_the_pair_that_was_there_and_nothing_beside(
         param.data[...] = 1
     in_the_way = own_part_of(tmp_path / file)
     in_the_way.mkdir()
-    with pytest.raises(DataError, match=rf"{file}\]: expected a file that can be written"):
+    with raises(DataError, where=f"{tmp_path}/{file}"):
         net.export(tmp_path / "net")
     in_the_way.rmdir()
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
@@ -236,10 +246,9 @@ def test_the_path_of_a_folder_is_refused(path, tmp_path, monkeypatch):
     net = nn.models.mlp(6, 3, (5,))
     net.hybridize()
     net(arrays(2, 6))
-    said = rf"\[{re.escape(path)}\]: expected a path that ends in a name, such as folder/net, got a folder"
-    with pytest.raises(ConfigError, match=f"export {said}"):
+    with raises(ConfigError, operation="export", where=path):
         net.export(path)
-    with pytest.raises(ConfigError, match=f"load {said}"):
+    with raises(ConfigError, operation="load", where=path):
         nn.SymbolBlock.load(path)
     assert [each.name for each in tmp_path.rglob("*")] == ["nets"]
 
@@ -251,7 +260,7 @@ def test_every_truncated_or_forged_description_is_refused_by_one_line(tmp_path):
     whole = json.loads(text)
     for length in range(0, len(text) - 2, 97):
         path.write_text(text[:length])
-        with pytest.raises(DataError, match=r"net\.json") as error:
+        with raises(DataError, operation="load", where=path) as error:
             nn.SymbolBlock.load(tmp_path / "net")
         assert "\n" not in str(error.value)
 
@@ -282,23 +291,23 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path):
     net, inputs, _ = exported("mlp", tmp_path)
     with h5py.File(tmp_path / "net.h5", "r+") as file:
         file["1.weight"][0, 0] += 1
-    with pytest.raises(DataError, match=r"net\.h5:1\.weight.*got a different checksum"):
+    with raises(DataError, operation="load", where=f"{tmp_path}/net.h5:1.weight"):
         nn.SymbolBlock.load(tmp_path / "net")
     with h5py.File(tmp_path / "net.h5", "r+") as file:
         del file["1.weight"]
-    with pytest.raises(DataError, match=r"net\.h5:1\.weight.*got none in this file"):
+    with raises(DataError, operation="read HDF5", where=f"{tmp_path}/net.h5:1.weight"):
         nn.SymbolBlock.load(tmp_path / "net")
     (tmp_path / "net.h5").write_bytes(b"no HDF5")
-    with pytest.raises(DataError, match=r"net\.h5.*expected an HDF5 file"):
+    with raises(DataError, operation="read HDF5", where=tmp_path / "net.h5", expected="HDF5"):
         nn.SymbolBlock.load(tmp_path / "net")
     (tmp_path / "net.h5").unlink()
-    with pytest.raises(DataError, match=r"net\.h5.*expected a file, got none"):
+    with raises(DataError, operation="read HDF5", where=tmp_path / "net.h5"):
         nn.SymbolBlock.load(tmp_path / "net")
     forged = json.loads((tmp_path / "net.json").read_text())
     net.export(tmp_path / "net")
     forged["tensors"][0]["name"] = "forward"
     (tmp_path / "net.json").write_text(json.dumps(forged))
-    with pytest.raises(DataError, match=r"net\.(json|h5)"):
+    with raises(DataError, operation="read HDF5", where=f"{tmp_path}/net.h5:forward"):
         nn.SymbolBlock.load(tmp_path / "net")
     assert inputs
 
@@ -339,7 +348,9 @@ def test_a_forward_that_makes_numbers_of_the_batch_is_loaded_for_batches_of_that
     net.export(tmp_path / "net")
     loaded = nn.SymbolBlock.load(tmp_path / "net")
     np.testing.assert_array_equal(loaded(arrays(rows, 3)).data, expected.data)
-    with pytest.raises(ConfigError, match=rf"expected float32 of shape \({rows}, 3\), got float32 of shape \(4, 3\)"):
+    with raises(
+        ConfigError, operation="SymbolBlock", where="inputs", expected=[rows, "float32"], got=["float32", (4, 3)]
+    ):
         loaded(arrays(4, 3))
 
 
@@ -365,7 +376,7 @@ def test_a_number_that_json_does_not_have_is_refused_in_one_line(tmp_path, numbe
     net = ByBatch(lambda y: y * number)
     net.hybridize()
     net(arrays(2, 3))
-    with pytest.raises(ConfigError, match=r"export \[multiply\]: expected numbers of at most 64 bits, got (lo|co)"):
+    with raises(ConfigError, operation="export", where="multiply", expected=64):
         net.export(tmp_path / "net")
 
 

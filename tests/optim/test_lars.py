@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from raises import raises
 
 from hpcdp import autograd, nn, optim
 from hpcdp.comm import thread_comm
@@ -63,15 +64,16 @@ def test_it_travels_by_name():
         "name": "lars", "lr": 2.0, "momentum": 0.9, "nesterov": False, "weight_decay": 0.1, "trust": 0.001
     }  # fmt: skip
     assert optim.from_config(rule.config()) == rule
-    with pytest.raises(ConfigError, match=r"lars trust\]: expected a number > 0, got 0"):
+    with raises(ConfigError, operation="argument", where="lars trust", expected=0, got=0):
         optim.LARS(lr=2.0, trust=0)
 
 
 def test_the_rate_grows_with_the_batch():
     assert optim.linear_scaling(0.1, 1024) == pytest.approx(0.4)
     assert optim.linear_scaling(0.1, 32, base_batch_size=64) == pytest.approx(0.05)
-    for wrong in ((-0.1, 32), (0.1, 0), (0.1, 32, 0), (0.1, 32.5)):
-        with pytest.raises(ConfigError, match="linear_scaling"):
+    for wrong, where in (((-0.1, 32), "lr"), ((0.1, 0), "batch_size"), ((0.1, 32, 0), "base_batch_size"),
+                         ((0.1, 32.5), "batch_size")):  # fmt: skip
+        with raises(ConfigError, operation="argument", where=f"linear_scaling {where}"):
             optim.linear_scaling(*wrong)
 
 
@@ -79,5 +81,5 @@ def test_the_rate_grows_with_the_batch():
 def test_other_than_flat_arrays_of_one_shape_are_refused(shape, of_gradient):
     rule = optim.LARS(lr=1.0)
     state = rule.init_state(np.ones(4, "f4"))
-    with pytest.raises(UnsupportedError, match=r"lars update: expected arrays of shape \(4,\) and dtype float32"):
+    with raises(UnsupportedError, operation="lars update", expected=[(4,), "float32"]):
         rule.update(np.ones(shape, "f4"), np.ones(of_gradient, "f4"), state, step=1)

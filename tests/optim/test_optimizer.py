@@ -3,6 +3,7 @@ import json
 import numpy as np
 import pytest
 import standin
+from raises import raises
 
 from hpcdp import optim
 from hpcdp.errors import ArrayMixError, ConfigError, UnsupportedError
@@ -58,7 +59,7 @@ def test_host_and_device_do_not_mix() -> None:
         optim.SGD(0.1).update(param, ones(3), {}, step=1)
     with pytest.raises(ArrayMixError):
         optim.SGD(0.1).update(ones(3), param, {}, step=1)
-    with pytest.raises(UnsupportedError, match=r"shape \(3,\).*got \(4,\)"):
+    with raises(UnsupportedError, operation="sgd.update", expected=(3,), got=(4,)):
         optim.SGD(0.1).update(param, standin.asarray(ones(4)), {}, step=1)
 
 
@@ -97,24 +98,30 @@ def test_a_schedule_drives_the_rate() -> None:
     optimizer.lr = 3.0
     assert optimizer.learning_rate(99) == 3.0
     optimizer.lr = float("nan")
-    with pytest.raises(ConfigError, match="sgd lr"):
+    with raises(ConfigError, operation="argument", where="sgd lr"):
         optimizer.update(param, np.ones(1), {}, step=6)
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("call", "fields"),
     [
-        (lambda: optim.create("sdg", lr=1), "one of adam, adamw, lars, sgd, got 'sdg'"),
-        (lambda: optim.create("sgd", lr=1, moment=0.9), "arguments lr, momentum, nesterov, weight_decay, got moment"),
-        (lambda: optim.create("sgd"), "an argument lr, got none"),
-        (lambda: optim.from_config({"lr": 1.0}), 'a dict with a "name"'),
-        (lambda: optim.from_config(["sgd"]), 'a dict with a "name"'),
-        (lambda: optim.from_config({"name": ["sgd"]}), "one of adam"),
-        (lambda: optim.from_config({"name": "sgd", "lr": {"name": "cos"}}), "one of constant, cosine"),
+        (lambda: optim.create("sdg", lr=1), {"operation": "optimizer", "got": "sdg"}),
+        (
+            lambda: optim.create("sgd", lr=1, moment=0.9),
+            {"operation": "optimizer", "where": "sgd", "expected": "weight_decay", "got": "moment"},
+        ),
+        (lambda: optim.create("sgd"), {"operation": "optimizer", "where": "sgd", "expected": "argument"}),
+        (lambda: optim.from_config({"lr": 1.0}), {"operation": "optimizer", "expected": ["dict", "name"]}),
+        (lambda: optim.from_config(["sgd"]), {"operation": "optimizer", "expected": ["dict", "name"]}),
+        (
+            lambda: optim.from_config({"name": ["sgd"]}),
+            {"operation": "optimizer", "expected": "adam", "got": "['sgd']"},
+        ),
+        (lambda: optim.from_config({"name": "sgd", "lr": {"name": "cos"}}), {"operation": "schedule", "got": "cos"}),
     ],
 )
-def test_errors_list_what_is_valid(call, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
+def test_errors_list_what_is_valid(call, fields: dict[str, object]) -> None:
+    with raises(ConfigError, **fields) as caught:
         call()
     assert "\n" not in str(caught.value)
 
@@ -124,27 +131,33 @@ def ones(*shape: int, dtype: type = np.float32) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("param", "grad", "message"),
+    ("param", "grad", "fields"),
     [
-        (ones(4, dtype=np.float16), ones(4, dtype=np.float16), "float32 or float64, got float16"),
-        (ones(4), ones(4, dtype=np.float64), "float32, got \\(4,\\) float64"),
-        (ones(4), ones(5), "shape \\(4,\\).*got \\(5,\\)"),
-        (ones(2, 2), ones(2, 2), "got \\(2, 2\\)"),
-        (ones(8)[::2], ones(4), "contiguous"),
-        (ones(4), ones(8)[::2], "contiguous"),
+        (
+            ones(4, dtype=np.float16),
+            ones(4, dtype=np.float16),
+            {"where": "dtype", "expected": ["float32", "float64"], "got": "float16"},
+        ),
+        (ones(4), ones(4, dtype=np.float64), {"expected": "float32", "got": [(4,), "float64"]}),
+        (ones(4), ones(5), {"expected": (4,), "got": (5,)}),
+        (ones(2, 2), ones(2, 2), {"got": (2, 2)}),
+        (ones(8)[::2], ones(4), {"got": (8,)}),
+        (ones(4), ones(8)[::2], {"got": (8,)}),
     ],
 )
-def test_arrays_that_cannot_be_updated_are_refused_untouched(param: np.ndarray, grad: np.ndarray, message: str) -> None:
+def test_arrays_that_cannot_be_updated_are_refused_untouched(
+    param: np.ndarray, grad: np.ndarray, fields: dict[str, object]
+) -> None:
     state = {"momentum": np.zeros(param.shape, param.dtype)}
-    with pytest.raises(UnsupportedError, match=message):
+    with raises(UnsupportedError, operation="sgd.update", **fields):
         optim.SGD(0.1, momentum=0.9).update(param, grad, state, step=1)
     assert (param == 1).all() and not state["momentum"].any()
 
 
 def test_other_faults_of_a_call() -> None:
-    with pytest.raises(ConfigError, match="expected momentum, got m, v"):
+    with raises(ConfigError, operation="sgd.update", where="state", expected="momentum", got=["m", "v"]):
         optim.SGD(0.1, momentum=0.9).update(ones(2), ones(2), {"m": ones(2), "v": ones(2)}, step=1)
-    with pytest.raises(ConfigError, match=">= 1, got 0"):
+    with raises(ConfigError, operation="adam.update", where="step", expected=1, got=0):
         optim.Adam().update(ones(2), ones(2), {"m": ones(2), "v": ones(2)}, step=0)
     with pytest.raises(ArrayMixError):
         optim.SGD(0.1).update([1.0], [2.0], {}, step=1)

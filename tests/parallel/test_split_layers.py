@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import standin
+from raises import raises
 from split_networks import convolutions, mlp, normal, own, whole_numbers
 
 import hpcdp
@@ -172,33 +173,57 @@ def test_a_network_with_such_layers_is_called_as_usual_where_it_is_hybridized():
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "fields"),
     [
-        (lambda w: ColumnDense(6, 2, w), r"out_features\]: expected at least as many channels as the 3 ranks, got 2"),
-        (lambda w: RowDense(2, 6, w), r"in_features\]: expected at least as many channels as the 3 ranks, got 2"),
-        (lambda w: RowDense(None, 6, w), r"in_features\]: expected at least as many channels as the 3 ranks, got None"),
-        (lambda w: RowDense(10, 6, w, channels=4), r"in_features\]: expected a multiple of the 4 channels, got 10"),
+        (
+            lambda w: ColumnDense(6, 2, w),
+            {"operation": "ColumnDense", "where": "out_features", "expected": 3, "got": 2},
+        ),
+        (lambda w: RowDense(2, 6, w), {"operation": "RowDense", "where": "in_features", "expected": 3, "got": 2}),
+        (
+            lambda w: RowDense(None, 6, w),
+            {"operation": "RowDense", "where": "in_features", "expected": [3, "ranks"], "got": None},
+        ),
+        (
+            lambda w: RowDense(10, 6, w, channels=4),
+            {"operation": "RowDense", "where": "in_features", "expected": 4, "got": 10},
+        ),
         (
             lambda w: ColumnConv2D(3, 2, 3, w),
-            r"out_channels\]: expected at least as many channels as the 3 ranks, got 2",
+            {"operation": "ColumnConv2D", "where": "out_channels", "expected": 3, "got": 2},
         ),
-        (lambda w: RowConv2D(2, 3, 3, w), r"in_channels\]: expected at least as many channels as the 3 ranks, got 2"),
-        (lambda w: RowDense(None, 6, w, channels=3), r"in_features\]: expected a multiple of the 3 channels, got None"),
-        (lambda w: RowDense(12, None, w), r"RowDense \[out_features\]: expected an integer >= 1, got None"),
-        (lambda w: ColumnDense(-1, 4, w), r"ColumnDense \[in_features\]: expected an integer >= 1, got -1"),
-        (lambda w: ColumnDense(4, 4.5, w), r"ColumnDense \[out_features\]: expected an integer >= 1, got 4.5"),
-        (lambda w: RowConv2D(3, 4, 0, w), r"RowConv2D \[kernel_size\]: expected an integer >= 1"),
-        (lambda w: ColumnConv2D(3, 4, 3, w, 0), r"ColumnConv2D \[stride\]: expected an integer >= 1"),
-        (lambda w: ColumnDense(6, 6, 3), r"parts\]: expected a World, such as split_world\(...\).parts, got 3"),
+        (lambda w: RowConv2D(2, 3, 3, w), {"operation": "RowConv2D", "where": "in_channels", "expected": 3, "got": 2}),
+        (
+            lambda w: RowDense(None, 6, w, channels=3),
+            {"operation": "RowDense", "where": "in_features", "expected": [3, "multiple"], "got": None},
+        ),
+        (
+            lambda w: RowDense(12, None, w),
+            {"operation": "RowDense", "where": "out_features", "expected": 1, "got": None},
+        ),
+        (
+            lambda w: ColumnDense(-1, 4, w),
+            {"operation": "ColumnDense", "where": "in_features", "expected": 1, "got": -1},
+        ),
+        (
+            lambda w: ColumnDense(4, 4.5, w),
+            {"operation": "ColumnDense", "where": "out_features", "expected": 1, "got": 4.5},
+        ),
+        (lambda w: RowConv2D(3, 4, 0, w), {"operation": "RowConv2D", "where": "kernel_size", "expected": 1}),
+        (lambda w: ColumnConv2D(3, 4, 3, w, 0), {"operation": "ColumnConv2D", "where": "stride", "expected": 1}),
+        (
+            lambda w: ColumnDense(6, 6, 3),
+            {"operation": "ColumnDense", "where": "parts", "expected": ["World", "split_world(...)"], "got": 3},
+        ),
     ],
 )
-def test_sizes_that_cannot_be_split(make, says):
-    with pytest.raises(ConfigError, match=says):
+def test_sizes_that_cannot_be_split(make, fields):
+    with raises(ConfigError, **fields):
         thread_comm.run(3, make)
 
 
 def test_an_activation_that_there_is_not_is_refused_where_the_layer_is_made():
-    with pytest.raises(UnsupportedError, match="expected 'relu' or None, got 'swish'"):
+    with raises(UnsupportedError, operation="activation", expected=["relu", None], got="swish"):
         thread_comm.run(2, lambda world: ColumnDense(6, 8, world, activation="swish"))
 
 
@@ -213,7 +238,7 @@ def test_sizes_may_be_integers_of_numpy():
 
 
 def test_ranks_that_disagree():
-    with pytest.raises(MismatchError, match="6, 9, bias=True"):
+    with raises(MismatchError, operation="ColumnDense", where="item 1 of 1 on rank 0", got=[6, 9, "bias=True"]):
         thread_comm.run(2, lambda world: ColumnDense(6, 8 + world.rank, world))
     with pytest.raises(MismatchError):
         thread_comm.run(2, lambda world: RowDense(8, 5, world, scatter=True)(np.ones((3 + world.rank, 8), "f4")))
@@ -221,13 +246,19 @@ def test_ranks_that_disagree():
 
 def test_inputs_of_other_sizes():
     def rank(world):
-        with pytest.raises(UnsupportedError, match=r"input of shape \(batch, 5\), got \(3, 10\)"):
+        with raises(
+            UnsupportedError,
+            operation="forward",
+            where=f"RowDense(5, 4, part {world.local_rank} of 2)",
+            expected="(batch, 5)",
+            got=(3, 10),
+        ):
             RowDense(10, 4, world)(np.ones((3, 10), "f4"))
-        with pytest.raises(UnsupportedError, match=r"10 channels along axis -1, to be split .* got \(3, 9\)"):
+        with raises(UnsupportedError, operation="own_channels", expected=[10, -1], got=(3, 9)):
             RowDense(10, 4, world, scatter=True)(np.ones((3, 9), "f4"))
-        with pytest.raises(UnsupportedError, match="4 channels along axis 1"):
+        with raises(UnsupportedError, operation="own_channels", expected=[4, 1]):
             RowConv2D(4, 4, 3, world, scatter=True)(np.ones((3, 3, 8, 8), "f4"))
-        with pytest.raises(UnsupportedError, match="'relu' or None"):
+        with raises(UnsupportedError, operation="activation", expected=["relu", None]):
             RowDense(10, 4, world, activation="gelu")(np.ones((3, 5), "f4"))
 
     thread_comm.run(2, rank)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from pairs import pairs
+from raises import raises
 from split_networks import convolutions, mlp, normal, own
 
 import hpcdp
@@ -246,12 +247,18 @@ def test_parts_and_replicas():
 
 @pytest.mark.parametrize("num_parts", [0, 3, -1, 2.0, None])
 def test_numbers_of_parts_that_cannot_be(num_parts):
-    with pytest.raises(ConfigError, match="a number that divides the 4 ranks, got"):
+    with raises(ConfigError, operation="split_world", where="num_parts", expected=4):
         thread_comm.run(4, lambda world: split_world(num_parts, world))
 
 
 def test_ranks_that_disagree_and_trainers_that_cannot_be(tmp_path):
-    with pytest.raises(MismatchError, match="num_parts 1 as on rank 0, got num_parts 2"):
+    with raises(
+        MismatchError,
+        operation="split_world",
+        where="item 1 of 1 on rank 0",
+        expected=["num_parts", 1, "rank 0"],
+        got=["num_parts", 2],
+    ):
         thread_comm.run(2, lambda world: split_world(world.rank + 1, world))
 
     def differ(world):
@@ -259,21 +266,21 @@ def test_ranks_that_disagree_and_trainers_that_cannot_be(tmp_path):
         net = nn.Sequential(ColumnDense(6, 8, parts), *([nn.Dense(4, 4)] if world.rank else []))
         Trainer(net.parameters(), optim.SGD(lr=0.1), replicas)
 
-    with pytest.raises(MismatchError, match=r"1\.weight"):
+    with raises(MismatchError, operation="Trainer", where="item 3 of 3 on rank 0", got=1):
         thread_comm.run(2, differ)
 
     def rank(world):
         parts, replicas = split_world(2, world)
         net = mlp(parts)
-        with pytest.raises(ConfigError, match=r"all of shape \(6, 10\), got a part of shape \(6, 5\).*replicas"):
+        with raises(ConfigError, operation="Trainer", where="0.weight", expected=(6, 10), got=(6, 5)):
             Trainer(net.parameters(), optim.SGD(lr=0.1), world)
-        with pytest.raises(ConfigError, match="train without a kvstore"):
+        with raises(ConfigError, operation="Trainer", where="0.weight"):
             Trainer(net.parameters(), optim.SGD(lr=0.1), replicas, kvstore="dist_sync")
-        with pytest.raises(ConfigError, match="fp16 or bf16 with split layers, got 2bit"):
+        with raises(ConfigError, operation="Trainer", where="compression", expected=["fp16", "bf16"], got="2bit"):
             Trainer(net.parameters(), optim.SGD(lr=0.1), replicas, compression="2bit")
         trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), replicas)
         for call in (trainer.save_states, trainer.load_states):
-            with pytest.raises(ConfigError, match=r"checkpoint.Manager\(path, world\)"):
+            with raises(ConfigError, where="0.weight", remedy="checkpoint.Manager(path, world)"):
                 call(tmp_path / "states")
 
     thread_comm.run(2, rank)

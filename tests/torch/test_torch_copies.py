@@ -5,6 +5,7 @@ import inspect
 import pickle
 
 import pytest
+from raises import raises
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
@@ -36,7 +37,7 @@ def test_every_public_class_is_copied_or_says_by_name_why_not():
             assert type(copied(make())) is kind
         for kind, make in REFUSED.items():
             one = make()
-            with pytest.raises(UnsupportedError, match=rf"^{kind.__name__}: expected .*, got"):
+            with raises(UnsupportedError, operation=kind.__name__, expected="copied"):
                 copied(one)
 
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from raises import raises
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
@@ -124,11 +125,11 @@ def test_what_cannot_be_joined_is_refused():
     def rank(world):
         model = hpcdp.torch.DistributedDataParallel(network(0), world)
         for other in (model, hpcdp.torch.DistributedDataParallel(network(0), world)):
-            with model.join(), pytest.raises(ConfigError, match=r"got join\(\) within join\(\)"), other.join():
+            with model.join(), raises(ConfigError, operation="join", got="join()"), other.join():
                 pass
         synced = hpcdp.torch.SyncBatchNorm.convert_sync_batchnorm(network(0), world)
         model = hpcdp.torch.DistributedDataParallel(synced, world)
-        with pytest.raises(UnsupportedError, match="a model without SyncBatchNorm"), model.join():
+        with raises(UnsupportedError, operation="join", expected="SyncBatchNorm"), model.join():
             pass
 
     thread_comm.run(2, rank)

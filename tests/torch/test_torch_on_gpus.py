@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from raises import raises
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
@@ -327,7 +328,7 @@ def test_what_gpus_cannot_do_is_named(on_gpus, monkeypatch):
     net = network()
     elsewhere = {id(each): number for number, each in enumerate(net.parameters())}
     monkeypatch.setattr(tensors, "gpu_of", lambda tensor: gpu(elsewhere[id(tensor)] // 4))
-    with pytest.raises(UnsupportedError, match=r"\[3.weight\]: expected all parameters on cpu"):
+    with raises(UnsupportedError, operation="DistributedDataParallel", where="3.weight"):
         thread_comm.run(1, lambda world: DistributedDataParallel(net, world))
 
 
@@ -341,7 +342,7 @@ def test_ranks_without_a_gpu_beside_ones_with_are_told(on_gpus, monkeypatch):
     def rank(world):
         on_gpus.of_thread.rank = world.rank
         world.device.use()
-        with pytest.raises(MismatchError, match="on a GPU"):
+        with raises(MismatchError, operation="DistributedDataParallel", where="item 1 of 9 on rank 0", expected="GPU"):
             DistributedDataParallel(network(), world)
 
     thread_comm.run(2, rank)
@@ -359,7 +360,13 @@ def test_without_cupy_one_line_says_what_to_install(monkeypatch):
 
 
 def test_other_devices_are_refused():
-    with pytest.raises(UnsupportedError, match=r"in CPU memory or on a CUDA GPU, got torch.strided, meta"):
+    with raises(
+        UnsupportedError,
+        operation="DistributedDataParallel",
+        where="weight",
+        expected=["CPU", "CUDA", "GPU"],
+        got=["torch.strided", "torch.float32"],
+    ):
         thread_comm.run(1, lambda world: DistributedDataParallel(nn.Linear(2, 2, device="meta"), world))
 
 

@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+from raises import raises
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
@@ -55,13 +56,15 @@ def test_every_rank_has_the_state_of_the_root(make, root):
 def test_what_cannot_be_given_is_refused():
     def rank(world):
         optimizer = trained(1, lambda params: torch.optim.SGD(params, lr=0.1))
-        with pytest.raises(ConfigError, match=r"\[root\]: expected an integer from 0 to 1, got 2"):
+        with raises(ConfigError, operation="broadcast_optimizer_state", where="root", expected=[0, 1], got=2):
             hpcdp.torch.broadcast_optimizer_state(optimizer, 2, world)
         model = hpcdp.torch.DistributedDataParallel(nn.Linear(3, 2), world, owner="shard")
-        with pytest.raises(ConfigError, match="got a ShardedOptimizer"):
+        with raises(ConfigError, operation="broadcast_optimizer_state", got="ShardedOptimizer"):
             hpcdp.torch.broadcast_optimizer_state(hpcdp.torch.ShardedOptimizer(model), 0, world)
         optimizer.state[optimizer.param_groups[0]["params"][0]]["odd"] = {1, 2}
-        with pytest.raises(UnsupportedError, match="expected tensors and numbers, got set"):
+        with raises(
+            UnsupportedError, operation="broadcast_optimizer_state", expected=["tensors", "numbers"], got="set"
+        ):
             hpcdp.torch.broadcast_optimizer_state(optimizer, 0, world)
 
     thread_comm.run(2, rank)

@@ -2,6 +2,7 @@ import math
 
 import numpy as np
 import pytest
+from raises import raises
 
 from hpcdp import nn, optim
 from hpcdp.checkpoint import Manager
@@ -137,9 +138,7 @@ def test_a_regression_may_have_a_loss_of_the_test_set(capsys):
 
 
 def test_a_callback_that_waits_for_an_accuracy_which_there_is_not_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"EarlyStopping \[metric\]: expected one of loss, got 'accuracy'; .*integer labels"
-    ):
+    with raises(ConfigError, operation="EarlyStopping", where="metric", got="accuracy"):
         thread_comm.run(1, lambda world: regress(world, TARGETS, [EarlyStopping("accuracy", patience=1)]))
 
 
@@ -200,21 +199,18 @@ def test_epochs_of_different_length_where_short_batches_roll_over(ranks):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("wrong", "expected"),
     [
-        (
-            {"callbacks": EarlyStopping("loss", patience=1)},
-            r"\[callbacks\]: expected a list of callbacks, got ",
-        ),
-        ({"callbacks": [print]}, r"\[callbacks\]: expected instances of Callback, got "),
-        ({"epochs": 1.5}, r"\[epochs\]: expected an integer >= 0, got 1.5"),
-        ({"checkpoints": "runs"}, r"\[checkpoints\]: expected Checkpoints or None, got "),
-        ({"loader": [(1, 2)]}, r"\[loader\]: expected a DataLoader, got "),
-        ({"trainer": optim.SGD(lr=0.1)}, r"\[trainer\]: expected a Trainer, got "),
-        ({"net": print}, r"\[net\]: expected a network, got "),
+        ({"callbacks": EarlyStopping("loss", patience=1)}, "list"),
+        ({"callbacks": [print]}, "Callback"),
+        ({"epochs": 1.5}, 0),
+        ({"checkpoints": "runs"}, ["Checkpoints", None]),
+        ({"loader": [(1, 2)]}, "DataLoader"),
+        ({"trainer": optim.SGD(lr=0.1)}, "Trainer"),
+        ({"net": print}, "network"),
     ],
 )
-def test_arguments_of_another_kind_are_refused_on_every_rank(wrong, message):
+def test_arguments_of_another_kind_are_refused_on_every_rank(wrong, expected):
     def job(world):
         net = network()
         trainer = Trainer(net.parameters(), optim.SGD(lr=0.2), world=world)
@@ -225,7 +221,7 @@ def test_arguments_of_another_kind_are_refused_on_every_rank(wrong, message):
             "epochs": 1,
             "world": world,
         }
-        with pytest.raises(ConfigError, match="fit " + message):
+        with raises(ConfigError, operation="fit", where=next(iter(wrong)), expected=expected):
             fit(**given | (wrong if world.rank == 0 else {}))
 
     thread_comm.run(2, job)
@@ -304,16 +300,15 @@ PER_SAMPLE = nn.functional.softmax_cross_entropy
 @pytest.mark.parametrize(
     ("loss", "got"),
     [
-        (lambda scores, y: PER_SAMPLE(scores, y).mean(), r"shape \(\); remove \.mean\(\) or \.sum\(\)"),
-        (lambda scores, y: PER_SAMPLE(scores, y).sum(), r"shape \(\); remove"),
-        (lambda scores, y: scores * scores, r"shape \({count}, 3\); average over the axes of each sample"),
-        (lambda scores, y: (scores * scores).reshape(-1), r"shape \({flat},\); average over the axes of each sample"),
+        (lambda scores, y: PER_SAMPLE(scores, y).mean(), "()"),
+        (lambda scores, y: PER_SAMPLE(scores, y).sum(), "()"),
+        (lambda scores, y: scores * scores, "({count}, 3)"),
+        (lambda scores, y: (scores * scores).reshape(-1), "({flat},)"),
     ],
 )
 def test_a_loss_that_is_not_per_sample_is_refused_before_it_trains(ranks, count, loss, got):
     got = got.replace("{count}", str(count)).replace("{flat}", str(3 * count))
-    expected = rf"^train step \[loss\]: expected one loss a sample, shape \({count},\), got {got}"
-    with pytest.raises(ConfigError, match=expected):
+    with raises(ConfigError, operation="train step", where="loss", expected=(count,), got=got):
         thread_comm.run(ranks, lambda world: fitted(world, loss, [list(range(count))]))
 
 
@@ -326,7 +321,7 @@ def test_a_loss_that_is_not_per_sample_is_refused_before_it_trains(ranks, count,
     ],
 )
 def test_a_loss_that_is_no_tensor_is_refused(loss, got):
-    with pytest.raises(ConfigError, match=rf"^train step \[loss\]: expected a Tensor, got {got}; return the result"):
+    with raises(ConfigError, operation="train step", where="loss", expected="Tensor", got=got):
         thread_comm.run(2, lambda world: fitted(world, loss, [[0, 1]]))
 
 

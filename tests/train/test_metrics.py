@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from raises import raises
 
 from hpcdp.errors import ConfigError
 from hpcdp.train.metrics import Accumulator, MetricsLog, Timer, benchmark, number_correct, read_metrics, replace_file
@@ -46,10 +47,10 @@ def test_accumulator_sums_each_column():
 
 def test_accumulator_refuses_another_number_of_values_and_no_sums():
     for values in ((1.0,), (1.0, 2.0, 3.0)):
-        with pytest.raises(ConfigError, match=rf"add: expected 2 values, one for each sum, got {len(values)}$"):
+        with raises(ConfigError, operation="Accumulator.add", expected=2, got=len(values)):
             Accumulator(2).add(*values)
     for n in (0, -1, 1.5):
-        with pytest.raises(ConfigError, match=r"Accumulator \[n\]: expected an integer >= 1, got"):
+        with raises(ConfigError, operation="Accumulator", where="n", expected=1):
             Accumulator(n)
 
 

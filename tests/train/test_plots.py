@@ -3,6 +3,7 @@ import os
 import matplotlib.image
 import numpy as np
 import pytest
+from raises import raises
 
 from hpcdp.errors import ConfigError
 from hpcdp.train import progress
@@ -64,7 +65,7 @@ def test_lines_grow_with_every_point(tmp_path):
         sizes.append(matplotlib.image.imread(tmp_path / "test.png").std())
     assert (animator.X, animator.Y) == ([[1, 2, 3], [2, 3]], [[0.5, 1.0, 1.5], [0.5, 0.75]])
     assert len(set(sizes)) == 3 and list(tmp_path.iterdir()) == [tmp_path / "test.png"]
-    with pytest.raises(ConfigError, match=r"Animator\.add: expected a list of 2 values, got 1"):
+    with raises(ConfigError, operation="Animator.add", expected=["list", 2], got=1):
         animator.add(4, (1.0,))
     gone = progress.Animator(tmp_path / "test.png", "epoch", ("a",))
     gone.path = tmp_path / "none" / "test.png"
@@ -87,17 +88,17 @@ def test_other_files_and_names_that_are_no_list_are_refused(draw, got):
 
 
 def test_what_an_animator_cannot_draw_is_refused_when_it_is_said(tmp_path):
-    with pytest.raises(ConfigError, match=r"expected an existing folder .*none"):
+    with raises(ConfigError, operation="Animator", where=tmp_path / "none/a.png"):
         progress.Animator(tmp_path / "none" / "a.png", "epoch", ["loss"])
-    with pytest.raises(ConfigError, match=r"add: expected a list of 1 values, got a float"):
+    with raises(ConfigError, operation="Animator.add", expected=["list", 1], got="float"):
         progress.Animator(tmp_path / "a.png", "epoch", ["loss"]).add(1, 0.5)
     animator = progress.Animator(tmp_path / "a.png", "epoch", ["loss", "accuracy"])
     animator.add(1, (0.5, 0.5))
-    with pytest.raises(ConfigError, match=r"add: expected numbers, or None"):
+    with raises(ConfigError, operation="Animator.add", expected=None):
         animator.add(2, (0.5, "x"))
     animator.add(2, (0.4, None))
     assert (animator.X, animator.Y) == ([[1, 2], [1]], [[0.5, 0.4], [0.5]])
     for number, values in enumerate(((1e308, -1e308), (float("nan"), float("inf")), (1.0, 2.0))):
         animator.add(3 + number, values)
-    with pytest.raises(ConfigError, match=r"add: expected numbers, or None"):
+    with raises(ConfigError, operation="Animator.add", expected=None):
         animator.add(9, (10**400, 1))

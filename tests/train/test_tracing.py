@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from raises import raises
 
 import hpcdp
 from hpcdp import optim
@@ -321,7 +322,7 @@ def test_a_world_is_traced_once_at_a_time(tmp_path):
     (world,) = thread_comm.run(1, lambda world: world)
     with (
         traced(tmp_path / "a.json", world),
-        pytest.raises(ConfigError, match="not being traced"),
+        raises(ConfigError, operation="traced", got="traced()"),
         traced(tmp_path / "b.json", world),
     ):
         pass
@@ -329,15 +330,15 @@ def test_a_world_is_traced_once_at_a_time(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("wrong", "fields"),
     [
-        ({"path": None}, r"traced \[path\]: expected a file, as a str or a Path, got None"),
-        ({"path": 5}, r"traced \[path\]: expected a file, as a str or a Path, got 5"),
-        ({"trace": "main"}, r"traced \[trace\]: expected a Trace, or None, got 'main'"),
+        ({"path": None}, {"where": "path", "expected": ["str", "Path"], "got": None}),
+        ({"path": 5}, {"where": "path", "expected": ["str", "Path"], "got": 5}),
+        ({"trace": "main"}, {"where": "trace", "expected": ["Trace", None], "got": "main"}),
     ],
 )
-def test_what_it_is_given(wrong, message, tmp_path):
-    with pytest.raises(ConfigError, match=message):
+def test_what_it_is_given(wrong, fields, tmp_path):
+    with raises(ConfigError, operation="traced", **fields):
         traced(**{"path": tmp_path / "a.json", "world": None} | wrong)
 
 

@@ -3,7 +3,7 @@
 import time
 
 import numpy as np
-import pytest
+from raises import raises
 
 from hpcdp import nn, optim
 from hpcdp.comm import thread_comm
@@ -62,14 +62,14 @@ def test_settings():
     assert parse_work_load("3,1", 2) == [3, 1]
     assert parse_work_load("measured", 2) is None
     assert TrainConfig(ranks=2, work_load="3, 1").work_load == "3, 1"
-    for text, ranks, said in (
-        ("3,1", 3, "expected 3 positive numbers, comma-separated, or 'measured', got '3,1'"),
-        ("fast", None, "expected a positive number per rank, comma-separated"),
-        ("1,-1", 2, "expected 2 positive numbers"),
-        ("1,nan", 2, "expected 2 positive numbers"),
+    for text, ranks, fields in (
+        ("3,1", 3, {"expected": [3, "measured"], "got": "3,1"}),
+        ("fast", None, {"got": "fast"}),
+        ("1,-1", 2, {"expected": 2}),
+        ("1,nan", 2, {"expected": 2}),
     ):
-        with pytest.raises(ConfigError, match=f"setting work_load: {said}"):
+        with raises(ConfigError, operation="setting work_load", **fields):
             TrainConfig(ranks=ranks, work_load=text)
     for other in ({"reproducible": True}, {"kv_store": "dist_async"}):
-        with pytest.raises(ConfigError, match="setting work_load: expected ranks that step together"):
+        with raises(ConfigError, operation="setting work_load", expected="together"):
             TrainConfig(work_load="measured", **other)

@@ -34,8 +34,12 @@ def plan_mpirun(job: Job, *, by_ssh: bool, folder: Path = Path()) -> LaunchPlan:
     return _planned(job, by_ssh, folder)[0]
 
 
-def _planned(job: Job, by_ssh: bool, folder: Path) -> tuple[LaunchPlan, mpi_library.MpiLibrary, Dialect]:
-    """Return the plan, and the library and the dialect of its mpirun, whose search takes several milliseconds."""
+def _planned(job: Job, by_ssh: bool, folder: Path) -> tuple[LaunchPlan, mpi_library.MpiLibrary, Dialect, str | None]:
+    """Return the plan, the library and the dialect of its mpirun, whose search takes several milliseconds.
+
+    The last value is the interface on which mpirun's daemons accept connections; None for any. Daemons of hydra also
+    connect to each other within a host, so over several hosts they are not restricted.
+    """
     given = None if by_ssh else hosts.allocation()
     places = assign_ranks(job) if job.hosts else ()
     unnamed = () if by_ssh or job.hosts else batch.read()
@@ -49,6 +53,11 @@ def _planned(job: Job, by_ssh: bool, folder: Path) -> tuple[LaunchPlan, mpi_libr
         hosts.check_allocation(job, given, library.family)
     environ = environment_of_hosts(library, dialect, places, {**os.environ, **job.env})
     environ |= dialect.interface(job.interface)
+    interface = job.interface if library.family == "openmpi" else None
+    names = [place.name for place in places] or [host.name for host in (given.hosts if given else ())]
+    if names and {*names} == those_of_this_machine(names):
+        interface = hosts.loopback()
+        environ = {**dialect.of_one_machine(), **environ}
     if by_ssh:
         environ |= dialect.by_ssh(in_batch=batch_system(os.environ) is not None)
     path = folder / "hosts"
@@ -61,7 +70,7 @@ def _planned(job: Job, by_ssh: bool, folder: Path) -> tuple[LaunchPlan, mpi_libr
         argv += [":", "-n", str(job.servers), *everywhere, sys.executable, *server()]
     copies = [] if job.sync_dst_dir is None else guard_client.commands([host.name for host in places], job.sync_dst_dir)
     files = {path: dialect.host_file(places)} if places else {}
-    return LaunchPlan([*copies, Command.beside(argv, environ)], files), library, dialect
+    return LaunchPlan([*copies, Command.beside(argv, environ)], files), library, dialect, interface
 
 
 def run_mpirun(job: Job, *, by_ssh: bool) -> int:
@@ -79,15 +88,19 @@ def run_mpirun(job: Job, *, by_ssh: bool) -> int:
             folder = left_behind.enter_context(process_monitor.new(base, process_monitor.of_this_host("hpcdp-hosts")))
         except OSError as error:
             raise LaunchError("make a temporary folder", got=error.strerror, remedy="set TMPDIR") from error
-        planned, library, dialect = _planned(job, by_ssh, folder)
+        planned, library, dialect, interface = _planned(job, by_ssh, folder)
         for path, text in planned.files.items():
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 file.write(text)
         *_, command = planned.commands
-        return _run_by_ssh(job, command, library, dialect) if by_ssh else _in_batch(job, command, library)
+        if by_ssh:
+            return _run_by_ssh(job, command, library, dialect, interface)
+        return _in_batch(job, command, library, interface)
 
 
-def _run_by_ssh(job: Job, command: Command, library: mpi_library.MpiLibrary, dialect: Dialect) -> int:
+def _run_by_ssh(
+    job: Job, command: Command, library: mpi_library.MpiLibrary, dialect: Dialect, interface: str | None
+) -> int:
     tell = _teller(job)
     places = assign_ranks(job)
     local_names = those_of_this_machine(place.name for place in places)
@@ -107,7 +120,7 @@ def _run_by_ssh(job: Job, command: Command, library: mpi_library.MpiLibrary, dia
         with _segments(dialect, environ) as (environ, segments_folder):
             exported = {name: environ[name] for name in travelling(environ, job.env)}
             processes = job.ranks + job.servers
-            guards.begin(processes, job.servers, exported, segments_folder, _daemons_keep_to(job, library))
+            guards.begin(processes, job.servers, exported, segments_folder, interface)
             folder, is_copy = job.sync_dst_dir or os.getcwd(), job.sync_dst_dir is not None
             guards.check(folder, program_on_hosts(job), job.interface, is_copy=is_copy)
             environ |= dialect.by_ssh(guards.agent())
@@ -123,12 +136,12 @@ def _run_by_ssh(job: Job, command: Command, library: mpi_library.MpiLibrary, dia
                 asked=job.mpi_args,
                 guards=guards,
                 verbose=job.verbose,
-                interface=_daemons_keep_to(job, library),
+                interface=interface,
                 missing_module=functools.partial(missing_module, job),
             )
 
 
-def _in_batch(job: Job, command: Command, library: mpi_library.MpiLibrary) -> int:
+def _in_batch(job: Job, command: Command, library: mpi_library.MpiLibrary, interface: str | None) -> int:
     tell = _teller(job)
     tell(f"{library.name}, {command.argv[0]}, on the hosts of {batch_system(os.environ)}")
     tell(str(command))
@@ -142,7 +155,7 @@ def _in_batch(job: Job, command: Command, library: mpi_library.MpiLibrary) -> in
         elsewhere=processes,
         asked=job.mpi_args,
         verbose=job.verbose,
-        interface=_daemons_keep_to(job, library),
+        interface=interface,
         missing_module=functools.partial(missing_module, job),
     )
 
@@ -167,14 +180,6 @@ def program_on_hosts(job: Job) -> str:
     """Return the program's path on every host: that of a name on PATH, or the relative path of a local file."""
     name = job.program[0]
     return name if "/" in name else shutil.which(name, path=job.env.get("PATH")) or name
-
-
-def _daemons_keep_to(job: Job, library: mpi_library.MpiLibrary) -> str | None:
-    """Return the interface on which mpirun's daemons accept connections; None for any.
-
-    Daemons of hydra also connect to each other within a host, so they are not restricted.
-    """
-    return job.interface if library.family == "openmpi" else None
 
 
 def _segments(

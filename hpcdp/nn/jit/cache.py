@@ -31,7 +31,7 @@ from ..microbatch import entered_shard
 from .cuda_graph import CudaPlan, warn_without_graph
 from .executor import Plan, Shortcut
 from .fusion import Moving
-from .graph import Graph, Meta, Result, rewritten
+from .graph import Graph, Result, rewritten
 from .tracing import TracingRun, array_of, state, takes_any_batch, with_pauses
 
 if TYPE_CHECKING:
@@ -455,7 +455,8 @@ class CudaStepPlan(CudaPlan):
 
     def __init__(self, graph: Graph, given: Sequence[Tensor], trainer: Stepping, phases: Phases) -> None:
         self._trainer, self._phases = trainer, phases
-        losses = _meta_of(graph, _losses_of(graph))
+        source = _losses_of(graph)
+        losses = graph.nodes[source.node].outputs[source.output]
         self._count = losses.shape[0]
         xp = array_namespace(*(held.data for held in graph.held if isinstance(held, Tensor)))
         self._seeds = _Seeds(xp.empty(losses.shape, dtype=dtype_of(losses.dtype)))
@@ -535,7 +536,3 @@ def _losses_of(graph: Graph) -> Result:
     source = graph.outputs[0]
     assert isinstance(source, Result)  # backward started from it
     return source
-
-
-def _meta_of(graph: Graph, source: Result) -> Meta:
-    return graph.nodes[source.node].outputs[source.output]

@@ -140,18 +140,6 @@ class Shortcut:
         return None
 
 
-class _ShortcutWithLists(Shortcut):
-    """`Shortcut` that also checks the program's lists, which plans without lists can omit."""
-
-    def __init__(self, graph: Graph, *of_plan: Any) -> None:
-        super().__init__(*of_plan)
-        self._graph = graph
-
-    def replay(self, x: Any) -> Tensor | None:
-        """Return the network's result, or None; see `Shortcut.replay`."""
-        return super().replay(x) if self._graph.has_its_lists() else None
-
-
 class Plan:
     """Computation of ``graph`` for inputs of its shapes; its construction computes a first result, for ``given``.
 
@@ -275,10 +263,6 @@ class Plan:
         return place
 
     @property
-    def _moves(self) -> bool:
-        return bool(self._moving_outputs) or any(isinstance(place, Moving) for place in self._places)
-
-    @property
     def nbytes(self) -> int:
         """Bytes of results and input copies that the plan holds."""
         places = sum(place.nbytes for place in self._places if not isinstance(place, Moving))
@@ -324,16 +308,16 @@ class Plan:
 
     def shortcut(self) -> Shortcut | None:
         """Return a `Shortcut` for the next replay, if the plan permits one now."""
-        simple = not self._keeps and len(self._outputs) == 1 and self.graph.form == "one"
-        if not simple or len(self._places) != 1 or self._moves:
+        simple = not self._keeps and len(self._outputs) == 1 and self.graph.form == "one" and not self.graph.lists
+        moves = bool(self._moving_outputs) or any(isinstance(place, Moving) for place in self._places)
+        if not simple or len(self._places) != 1 or moves:
             return None
         if not (self._held.are_parameters_only and self._held.are_settled):
             return None
         place, output = self._places[0], next(iter(self._outputs.values()))
         if not (place.flags.c_contiguous and output.flags.c_contiguous):
             return None
-        of_plan = place, self._calls, output, self._held.seen
-        return _ShortcutWithLists(self.graph, *of_plan) if self.graph.lists else Shortcut(*of_plan)
+        return Shortcut(place, self._calls, output, self._held.seen)
 
     def _run_behind_updates(self) -> None:
         """Wait before each step for updates of the parameters that it reads, as operators do."""

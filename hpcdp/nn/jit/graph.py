@@ -449,6 +449,10 @@ def _places(graph: Graph) -> dict[Source, tuple[float, int]]:
     for number in reversed(range(len(graph.nodes))):
         if Result(number) not in rows:
             rows[Result(number)] = min((rows[Result(reader)] for reader in readers.get(number, [])), default=1) - 1
+
+    def reads_only_parameters(source: Source) -> bool:  # such nodes are right of others
+        return isinstance(source, Result) and not any(True for _ in graph.nodes[source.node].results())
+
     lowest = min(rows.values(), default=0)
     members: dict[int, list[Source]] = {}
     for source, row in rows.items():
@@ -456,15 +460,8 @@ def _places(graph: Graph) -> dict[Source, tuple[float, int]]:
     return {
         source: (place - (len(sources) - 1) / 2, row)
         for row, sources in members.items()
-        for place, source in enumerate(sorted(sources, key=lambda source: _depends_last(graph, source)))
+        for place, source in enumerate(sorted(sources, key=reads_only_parameters))
     }
-
-
-def _depends_last(graph: Graph, source: Source) -> int:
-    """Sort key that puts readers of results left of nodes that read only parameters."""
-    if isinstance(source, Result):
-        return 0 if any(True for _ in graph.nodes[source.node].results()) else 1
-    return 0
 
 
 FORMAT, VERSION = "hpcdp graph", 1

@@ -11,8 +11,6 @@ import dataclasses
 import functools
 import gc
 import math
-import threading
-import time
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -38,31 +36,6 @@ def uncollected() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-_PATIENCE_S = 2.0
-
-
-@contextlib.contextmanager
-def explained(activity: str, speaks: bool) -> Iterator[None]:
-    """Explain a silence while a run starts: print ``activity`` after 2 s, and its duration at the end.
-
-    Args:
-        activity: what the block does.
-        speaks: whether this process prints, as rank 0 does.
-    """
-    began_s = time.monotonic()
-    lines = [f"{activity} ..."]
-    timer = threading.Timer(_PATIENCE_S, lambda: print(lines.pop(), flush=True))
-    timer.daemon = True
-    if speaks:
-        timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        if not lines:
-            print(f"{activity}: {time.monotonic() - began_s:.1f} s", flush=True)
 
 
 _TYPE_NAMES = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
@@ -166,8 +139,8 @@ SEQUENCE_CLIP_NORM = 1.0
 Bengio 2013)."""
 
 RATES = (
-    f"{LEARNING_RATE}, with kv_store=dist_async {LATE_LEARNING_RATE}, with optimizer=lars {LARS_LEARNING_RATE:g}, "
-    f"with adam and adamw {' and '.join(f'{lr} of {name}' for name, lr in SEQUENCE_LEARNING_RATES.items())}"
+    f"{LEARNING_RATE}; with --kv-store dist_async {LATE_LEARNING_RATE}; with lars {LARS_LEARNING_RATE:g}; with adam or "
+    f"adamw {' and '.join(f'{lr} for {name}' for name, lr in SEQUENCE_LEARNING_RATES.items())}"
 )
 """The rates, in words."""
 
@@ -218,93 +191,103 @@ class TrainConfig:
     )
     data_dir: str | None = setting(
         None,
-        "the folder that holds NAME/, e.g. ~/data for ~/data/mnist (default: HPCDP_DATA_DIR, or ~/.cache/hpcdp/data)",
+        "folder of data sets, e.g. ~/data for ~/data/mnist (default: HPCDP_DATA_DIR, or ~/.cache/hpcdp/data)",
     )
     epochs: int = setting(20, "passes over the training set", least=1)
     early_stopping: int | None = setting(
-        None, "end after so many epochs without a lower test loss (default: all epochs)", least=1
+        None, "stop after N epochs without a lower test loss (default: train all epochs)", least=1
     )
-    batch_size: int = setting(32, "samples a step over all ranks together (the global batch)", least=1)
+    batch_size: int = setting(32, "samples per step, of all ranks together: the global batch", least=1)
     optimizer: str = setting(
-        None, "update rule (default: sgd, of sequences adamw)", choices=("sgd", "adam", "adamw", "lars")
+        None, "update rule (default: sgd; for text adamw)", choices=("sgd", "adam", "adamw", "lars")
     )
     lr: float | None = setting(None, f"learning rate at the global batch (default: {RATES})", least=0.0, above=True)
     lr_batch_size: int | None = setting(
-        None, "the global batch that lr is for, with another one it grows in proportion (default: lr stays)", least=1
+        None,
+        "global batch for which --lr is meant; scale the rate in proportion to --batch-size (default: do not scale)",
+        least=1,
     )
-    momentum: float = setting(0.9, "momentum of sgd and lars; adam and adamw do not use it", least=0.0)
+    momentum: float = setting(0.9, "momentum of sgd and lars", least=0.0)
     weight_decay: float = setting(0.001, "weight decay per step, times the learning rate", least=0.0)
-    schedule: str = setting("cosine", "how the learning rate falls", choices=("constant", "cosine"))
-    warmup_epochs: float = setting(1.0, "epochs in which the learning rate rises linearly from 0", least=0.0)
+    schedule: str = setting("cosine", "how the learning rate decays", choices=("constant", "cosine"))
+    warmup_epochs: float = setting(1.0, "epochs in which the learning rate increases linearly from 0", least=0.0)
     clip_norm: float | None = setting(
-        None, "largest L2 norm of a step's mean gradient (default: any, of sequences 1)", least=0.0, above=True
+        None, "scale the mean gradient down to at most this L2 norm (default: off; for text 1)", least=0.0, above=True
     )
-    seed: int = setting(0, "seed of the initial parameters and of the shuffles", least=0)
+    seed: int = setting(0, "seed of the initial parameters and of the order of samples", least=0)
     shift: int = setting(
-        None, "training images move by up to so many pixels, anew each epoch (default: 2, of sequences 0)", least=0
+        None, "shift each training image at random by up to N pixels (default: 2; for text 0)", least=0
     )
-    flip: bool = setting(False, "mirror about half of the training images left to right, anew each epoch")
-    ranks: int | None = setting(None, "MPI ranks (default: those of the launcher, or 1)", least=1)
+    flip: bool = setting(False, "mirror half of the training images left to right, at random")
+    ranks: int | None = setting(None, "MPI ranks to start (default: 1; under mpirun or srun its ranks)", least=1)
     kv_store: str | None = setting(
-        None, "train on a key-value store (default: in buckets, without)", choices=("local", "device", *_OF_SEVERAL)
+        None,
+        "train on a key-value store of this kind (default: without a store)",
+        choices=("local", "device", *_OF_SEVERAL),
     )
     work_load: str | None = setting(
-        None, "shares of the ranks in a batch, e.g. 3,1; or: measured, anew after each epoch (default: all alike)"
+        None, "shares of the ranks in a batch, e.g. 3,1; measured: by their speed in each epoch (default: equal shares)"
     )
     staleness: int | None = setting(
-        None, "pushes by which a rank may lead the slowest one, with kv_store=dist_async (default: any)", least=0
+        None, "with --kv-store dist_async: pushes that a rank may be ahead of the slowest (default: no limit)", least=0
     )
-    update_on_kvstore: bool = setting(True, "the store updates, not every rank")
-    servers: int | None = setting(None, "processes that serve keys beside the ranks (default: none)", least=0)
-    owner: str = setting("auto", "who updates a parameter", choices=("auto", "rank", "shard"))
+    update_on_kvstore: bool = setting(True, "let the store update parameters, not every rank")
+    servers: int | None = setting(
+        None, "processes that hold the keys of a store, besides the ranks (default: none)", least=0
+    )
+    owner: str = setting(
+        "auto", "who updates: every rank all parameters, or each rank its shard", choices=("auto", "rank", "shard")
+    )
     compression: str | None = setting(
-        None, "compress gradients between nodes: fp16, bf16, 2bit, 1bit, topk, e.g. topk:ratio=0.05"
+        None, "compress gradients between nodes: fp16, bf16, 2bit, 1bit, topk or e.g. topk:ratio=0.05"
     )
     dtype: str = setting(
         "float32",
-        "of weights, activations and gradients; updates are in float32",
+        "type of weights, activations and gradients; updates are in float32",
         choices=("float32", "float16", "bfloat16"),
     )
     loss_scale: float | str | None = setting(
         None,
-        "how many times too large gradients are, or: dynamic (default: dynamic with dtype=float16, else 1)",
+        "factor by which gradients are scaled, or dynamic (default: dynamic with --dtype float16, else 1)",
         least=0.0,
         above=True,
         word="dynamic",
     )
-    reproducible: bool = setting(False, "the same bits on any number of ranks and nodes; slower")
+    reproducible: bool = setting(False, "give the same bits on any number of ranks and nodes; slower")
     virtual_shards: int | None = setting(
         None,
-        "pieces of a global batch with reproducible, at least one a rank; they decide the bits (default: 8)",
+        "with --reproducible: pieces of a global batch, at least one per rank (default: 8)",
         least=1,
     )
     device: str = setting(
         "auto",
-        "where ranks compute; auto: on GPUs where every rank has one, and the other settings can be followed there",
+        "where ranks compute; auto: on GPUs if every rank has one and all settings support them",
         choices=("auto", "cpu", "gpu"),
     )
     hybridize: bool | None = setting(
-        None, "replay each step as one plan, on a GPU as one CUDA graph; the same bits (default: on GPUs)"
+        None, "trace a step once and replay it, on GPUs as a CUDA graph; the same bits (default: only on GPUs)"
     )
-    threads: int = setting(1, "BLAS threads per rank; to use more cores start more ranks", least=1, most=1024)
-    eval_batch_size: int = setting(256, "samples a rank evaluates at once", least=1)
-    run_dir: str | None = setting(None, "folder for the results (default: a new runs/MODEL-DATA-NNN)")
+    threads: int = setting(1, "BLAS threads per rank; to use more cores, start more ranks", least=1, most=1024)
+    eval_batch_size: int = setting(256, "samples that a rank evaluates at once", least=1)
+    run_dir: str | None = setting(None, "folder of the results (default: a new runs/MODEL-DATA-NNN)")
     overwrite: bool = setting(False, "replace the results of an earlier run in the run folder")
     checkpoint_every: int | str | None = setting(
         None,
-        "steps between checkpoints, or: epoch (default: after each epoch and every five minutes, where that costs next "
-        "to nothing; always at the end, and where a run is stopped)",
+        "steps between checkpoints, or epoch; the end and a stop always save one (default: after each epoch and every "
+        "five minutes, if that takes less than a twentieth of the time)",
         least=1,
         word="epoch",
     )
-    keep: int = setting(3, "checkpoints that are kept, the newest ones", least=1)
-    keep_every: int | None = setting(None, "keep those of every so many steps, too", least=1)
-    resume: str | None = setting(None, "run folder to go on in; auto: where there is one to go on in, else start anew")
-    time_limit_s: float | None = setting(
-        None, "save and stop after so many seconds, with exit status 75", least=0.0, above=True
+    keep: int = setting(3, "keep the newest N checkpoints", least=1)
+    keep_every: int | None = setting(None, "also keep the checkpoints of every N-th step", least=1)
+    resume: str | None = setting(
+        None, "continue the run in this folder; auto: the newest unfinished run with these settings, else a new one"
     )
-    trace: str | None = setting(None, "write what every rank did when to this file, for ui.perfetto.dev")
-    verbose: bool = setting(False, "print where the time of each epoch went")
+    time_limit_s: float | None = setting(
+        None, "save and stop after X seconds, with exit status 75", least=0.0, above=True
+    )
+    trace: str | None = setting(None, "write a timeline of all ranks to this file, for ui.perfetto.dev")
+    verbose: bool = setting(False, "print after each epoch how its time was spent")
 
     def __post_init__(self) -> None:
         for name, value in usual(self.model, self.optimizer, self.kv_store).items():

@@ -30,10 +30,10 @@ from ...comm.consistency import on_every_rank, on_rank_0
 from ...comm.world import device_of
 from ...compression import pays_below
 from ...core.devices import MEMORY_LIMIT, Device, cpu
+from ...core.environment import explained
 from ...data_parallel.bucket_trainer import BucketTrainer
-from ...data_parallel.reductions import node_nbytes
 from ...data_parallel.trainer import BaseTrainer
-from ...errors import ConfigError, SaveError, Terminated, listed
+from ...errors import ConfigError, HpcdpError, MismatchError, SaveError, Terminated, listed
 from ...kvstore.trainer import StoreTrainer
 from ...nn import Module, models
 from ...nn.functional import softmax_cross_entropy
@@ -47,7 +47,7 @@ from ..metrics import Record, peak_memory_mb
 from ..preemption import StopRequests
 from ..progress import slowest_rank
 from ..trainer import Trainer
-from .config import SEQUENCE_MODELS, TrainConfig, explained, uncollected
+from .config import SEQUENCE_MODELS, TrainConfig, uncollected
 from .run_dir import CHECKPOINTS, RunFolder, drop_empty_run_dir, is_finished, make_run_folder, open_run_folder
 
 _FOR_POOLS = 0.9
@@ -221,7 +221,7 @@ def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]
             train_set, test_set = on_every_rank(world.comm, lambda: datasets(config))
             device = choose_device(config, world)
             net = on_every_rank(world.comm, lambda: network(config, train_set, device))
-        with contextlib.ExitStack() as stack:
+        with _ended_together(world), contextlib.ExitStack() as stack:
             recording = None if config.trace is None else stack.enter_context(traced(config.trace, world))
             with explained("loading kernels", world.rank == 0):
                 _load_kernels(config, train_set, world, device)
@@ -246,7 +246,7 @@ def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]
                 stack.enter_context(folder)
                 callbacks += [ShowProgress(config.verbose), KeepMetrics(folder)]
                 if config.resume is not None:
-                    print(f"going on in {config.run_dir}", flush=True)
+                    print(f"resuming {config.run_dir}", flush=True)
             start.close()
             stack.enter_context(np.errstate(all="ignore"))  # the losses show that a run diverges
             records = fit(
@@ -276,6 +276,20 @@ def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]
     return result
 
 
+@contextlib.contextmanager
+def _ended_together(world: World) -> Iterator[None]:
+    """Raise an error of every rank after rank 0 has completed the run folder, which it does while it unwinds.
+
+    Rank 0 alone reports such an error. The other ranks end a second later, and the launcher then ends rank 0 too.
+    """
+    try:
+        yield
+    except HpcdpError as error:
+        if error.is_on_every_rank and not isinstance(error, MismatchError):  # ranks in different calls cannot meet
+            world.comm.barrier()
+        raise
+
+
 def _require_complete(*written: RunFolder | Recording | None) -> None:
     """Raise `SaveError` if a file of a completed run is incomplete."""
     for output in written:
@@ -291,7 +305,7 @@ def _closing_lines(result: dict[str, Any], checkpoints: Checkpoints, folder: Run
     if stopped is not None:
         return (
             f"stopped early after step {stopped.position.total} ({stopped.reason}): a checkpoint is in "
-            f"{run_dir}/{CHECKPOINTS}\ngo on with     hpcdp train --resume {shlex.quote(str(run_dir))}"
+            f"{run_dir}/{CHECKPOINTS}\nresume with    hpcdp train --resume {shlex.quote(str(run_dir))}"
         )
     if not result["records"]:  # the newest checkpoint is damaged, and the one before has enough epochs
         return _at_its_end(run_dir)
@@ -299,7 +313,7 @@ def _closing_lines(result: dict[str, Any], checkpoints: Checkpoints, folder: Run
 
 
 def _at_its_end(run_dir: str | None) -> str:
-    return f"{run_dir}: this run is at its end, there is nothing to go on with"
+    return f"{run_dir}: this run is complete, there is nothing to resume"
 
 
 @contextlib.contextmanager
@@ -435,12 +449,10 @@ def saved_by_compression(trainer: BaseTrainer) -> str | None:
     """Describe the bytes that compression saves between nodes; None without compression. Every rank must call."""
     if trainer.compression is None or not isinstance(trainer, BucketTrainer):
         return None
-    coder, world = trainer.reducer.coder, trainer.world
-    sent, plain = node_nbytes(coder, world)
-    num_coders = max(world.comm.allgather_json(0 if coder is None else coder.comm.size))  # some ranks may own no shard
+    sent, plain, num_ranks = trainer.reducer.node_nbytes()
     if not plain:
         return None
-    rate = 8e-9 * pays_below(trainer.compression.codec, num_coders)
+    rate = 8e-9 * pays_below(trainer.compression.codec, num_ranks)
     name = trainer.compression.codec.name
     return f"{name}, {sent / 1e6:.2f} of {plain / 1e6:.2f} MB a step and node; pays below {rate:.0f} Gbit/s"
 

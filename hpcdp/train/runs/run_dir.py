@@ -19,6 +19,7 @@ from ...checkpoint import directory, flatten
 from ...checkpoint.inspect import look_at
 from ...comm import World
 from ...comm.consistency import on_rank_0
+from ...core.environment import explained
 from ...errors import ConfigError, DataError, HpcdpError, listed, reason
 from ..metrics import MetricsLog, Record, read_metrics, replace_file
 from ..progress import draw_curves
@@ -246,7 +247,7 @@ class RunFolder:
     ) -> None:
         self._log.close()
         try:
-            with uncollected():
+            with uncollected(), explained("drawing curves.png", speaks=True):
                 draw_run(self.path, self._config)
         except HpcdpError:
             raise

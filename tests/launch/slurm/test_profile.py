@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from raises import raises
 
 from hpcdp.errors import ConfigError
 from hpcdp.launch import slurm_scripts
@@ -35,10 +36,10 @@ def test_a_whole_profile(tmp_path: Path) -> None:
 
 def test_where_it_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="got none"):
+    with raises(ConfigError, operation="site profile", expected="hpcdp-site.toml"):
         load(environ={"HOME": f"/{'x' * 300}"})
     environ = {"HOME": str(tmp_path)}
-    with pytest.raises(ConfigError, match=r"expected a file: hpcdp-site.toml, .*/.config/hpcdp/site.toml, got none"):
+    with raises(ConfigError, operation="site profile", expected="hpcdp-site.toml"):
         load(environ=environ)
     for number, place in enumerate([*reversed(places(environ)), Path("said.toml")]):
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -54,12 +55,12 @@ def test_a_profile_that_others_may_write_must_be_named(tmp_path: Path, monkeypat
     path = Path("hpcdp-site.toml")
     path.write_text(WHOLE)
     path.chmod(0o664)
-    with pytest.raises(ConfigError, match=r"may not change, got .*may write; use it with --site hpcdp-site.toml"):
+    with raises(ConfigError, operation="site profile", where="hpcdp-site.toml", remedy=["--site", "hpcdp-site.toml"]):
         load(environ={})
     assert load(path) == load(environ={"HPCDP_SITE": str(path)})
     path.chmod(0o666)
     for found in ({"path": path}, {"environ": {"HPCDP_SITE": str(path)}}):
-        with pytest.raises(ConfigError, match=r"site.toml, which every user may write; copy it to a folder of yours"):
+        with raises(ConfigError, operation="site profile", where="hpcdp-site.toml", got=["hpcdp-site.toml", "every"]):
             load(**found)  # type: ignore[arg-type]
 
 

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from raises import raises
 
 from hpcdp import cli
 from hpcdp.errors import LaunchError
@@ -19,7 +20,15 @@ def test_submit_writes_a_file_for_its_owner_and_tells_the_job(standin, capsys: p
         'mpi_type = "pmix"\ntime = "1"\naccount = "a \\"b\\" c\'d"\nsbatch = ["--comment=back\\\\slash # none"]\n'
     )
     assert cli.main(["slurm", "submit", "train", "--nodes", "2", "--ranks-per-node", "3", *TRAIN]) == 0
-    assert capsys.readouterr().out == "4711\n"
+    printed = capsys.readouterr()
+    assert printed.out == "4711\n"
+    assert [re.split("  +", line) for line in printed.err.splitlines()] == [
+        ["requested", "change it with"],
+        ["2 nodes", "--nodes N"],
+        ["3 ranks on each node", "--ranks-per-node N"],
+        ["1 core for each rank", "--cpus-per-task N"],
+        ["time limit 1", "--time TIME"],
+    ]
     (path,) = Path("out").iterdir()
     assert re.fullmatch(r"train-\d{8}-\d{6}\.sbatch", path.name)
     assert path.stat().st_mode & 0o777 == 0o600
@@ -29,14 +38,14 @@ def test_submit_writes_a_file_for_its_owner_and_tells_the_job(standin, capsys: p
 
 
 def test_a_script_holds_the_bytes_of_an_argument(tmp_path: Path) -> None:
-    path = slurm_scripts.write(Script(os.fsdecode(b"python caf\xe9.py\n"), "train", tmp_path))
+    path = slurm_scripts.write(Script(os.fsdecode(b"python caf\xe9.py\n"), "train", tmp_path, ()))
     assert path.read_bytes() == b"python caf\xe9.py\n"
 
 
 def test_a_script_is_not_written_where_every_user_may_exchange_it(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    with pytest.raises(LaunchError, match="a folder that not everybody may change, got /") as caught:
-        slurm_scripts.write(Script("", "train", tmp_path))
+    with raises(LaunchError, operation="write the script", where=tmp_path) as caught:
+        slurm_scripts.write(Script("", "train", tmp_path, ()))
     assert caught.value.got == f"{tmp_path}, which every user may write"  # the line may be cut
 
 
@@ -61,7 +70,7 @@ def test_a_dry_run_touches_nothing(standin, capsys: pytest.CaptureFixture[str]) 
     shown = capsys.readouterr().out
     assert cli.main(["slurm", "render", "train", *TRAIN]) == 0
     text = capsys.readouterr().out
-    assert shown == text + "# would be out/train-TIME.sbatch, submitted by sbatch --parsable\n"
+    assert shown == text + "# would be written to out/train-TIME.sbatch\n"
     assert not Path("out").exists() and standin() == {}
 
 
@@ -120,10 +129,10 @@ def test_cancel_tells_how_what_it_has_saved_goes_on(
 ) -> None:
     monkeypatch.setattr(slurm_scripts, "_POLL_S", 0.01)
     standin(job7={}, job8={"state": "PENDING"})
-    Path("out of 7").write_text("hpcdp: job 7, start 1\nhpcdp: job 7 does not come back; go on with: sbatch a\nlast\n")
+    Path("out of 7").write_text("hpcdp: job 7, start 1\nhpcdp: job 7 is not requeued; resume with: sbatch a\nlast\n")
     assert cli.main(["slurm", "cancel", "--save", "7", "8"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "job 7 does not come back; go on with: sbatch a",
+        "job 7 is not requeued; resume with: sbatch a",
         "job 8 was PENDING: it had nothing to save",
     ]
 

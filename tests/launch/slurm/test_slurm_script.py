@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from raises import raises
 
 from hpcdp.core.files import data_folder
 from hpcdp.errors import ConfigError
@@ -95,13 +96,13 @@ def test_folders_below_ones_home(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_home_that_nobody_has_is_a_line() -> None:
     for key in ("venv", "image"):
         site = Profile(mpi_type="pmix", time="1", **{key: "~nobody-of-that-name/x"})
-        with pytest.raises(ConfigError, match=f"site profile: {key}: expected a home folder for its ~, got '~nobody-"):
+        with raises(ConfigError, operation=f"site profile: {key}", got="~nobody-of-that-name/x"):
             render(ScriptRequest(template="train", program=TRAIN), site)
 
 
 def test_a_colon_alone_is_refused_for_srun() -> None:
     request = ScriptRequest(template="benchmark", program=("python", "a:b", ":"))
-    with pytest.raises(ConfigError, match="program: expected no argument that is a lone colon"):
+    with raises(ConfigError, operation="program"):
         render(request, SRUN)
     assert "-- python a:b :\n" in render(request, Profile(launcher="mpirun", time="1")).text
 
@@ -170,9 +171,9 @@ def test_a_sweeps_lines(tmp_path: Path) -> None:
     path.write_bytes(b"\xef\xbb\xbf--lr 0.1\r\n--lr 0.2\r\n")
     assert slurm_scripts.read_settings(path) == (("--lr", "0.1"), ("--lr", "0.2"))
     path.write_text("--lr 1\n--model 'a\n")
-    with pytest.raises(ConfigError, match=r"lines, line 2\]: expected closed quotes"):
+    with raises(ConfigError, operation="sweep", where=f"{path}, line 2"):
         slurm_scripts.read_settings(path)
-    with pytest.raises(ConfigError, match="No such file"):
+    with raises(ConfigError, operation="sweep", where=tmp_path / "none"):
         slurm_scripts.read_settings(tmp_path / "none")
 
 
@@ -296,21 +297,21 @@ echo 'srun: error: n2: task 1: Killed' >&2
 echo 'srun: error: n1: task 0: Exited with exit code 14' >&2
 exit 14
 """
-AGAIN = "; go on with: cd /a\\ b && sbatch /a\\ b/job.sh runs/train-12"
+AGAIN = "; resume with: cd /a\\ b && sbatch /a\\ b/job.sh runs/train-12"
 FAILED = "hpcdp: job 12 has failed with status 137: task 1 on n2: Killed"
 
 
 @pytest.mark.parametrize(
     ("before", "faults", "requeue", "last", "then"),
     [
-        (None, None, 1, "hpcdp: job 12 goes back into the queue", "1"),
-        (4, "2", 1, "hpcdp: job 12 goes back into the queue", "3"),
-        (4, "3", 1, f"hpcdp: job 12 does not come back: it has come back 3 times after faults{AGAIN}", "3"),
-        (5, None, 1, f"hpcdp: job 12 does not come back: it has not saved since its start{AGAIN}", None),
-        (None, None, 0, f"hpcdp: job 12 does not come back{AGAIN}", None),
+        (None, None, 1, "hpcdp: job 12 is requeued", "1"),
+        (4, "2", 1, "hpcdp: job 12 is requeued", "3"),
+        (4, "3", 1, f"hpcdp: job 12 is not requeued: it was requeued 3 times after failures{AGAIN}", "3"),
+        (5, None, 1, f"hpcdp: job 12 is not requeued: it has not saved since its start{AGAIN}", None),
+        (None, None, 0, f"hpcdp: job 12 is not requeued{AGAIN}", None),
     ],
 )
-def test_after_a_fault_a_job_comes_back_if_it_has_saved_since_its_start(
+def test_after_a_failure_a_job_is_requeued_if_it_has_saved_since_its_start(
     tmp_path: Path, before: int | None, faults: str | None, requeue: int, last: str, then: str | None
 ) -> None:
     run = tmp_path / "runs" / "train-12"
@@ -325,7 +326,7 @@ def test_after_a_fault_a_job_comes_back_if_it_has_saved_since_its_start(
     status, said = stage.end()
     assert status == 137
     assert said.splitlines()[-2:] == [FAILED, last]
-    assert stage.requeued == ("requeue 12\n" if "goes back" in last else "")
+    assert stage.requeued == ("requeue 12\n" if "job 12 is requeued" in last else "")
     count = run / "requeues-12"
     assert (count.read_text().strip() if count.exists() else None) == then
 
@@ -359,7 +360,7 @@ def test_after_the_loss_of_a_node_slurm_says_so_before_the_job_comes_back(tmp_pa
     assert said.splitlines()[-3:] == [
         f"{FAILED}; no answer from n2",
         "hpcdp: job 12 waits until Slurm says that it has lost n2",
-        "hpcdp: job 12 goes back into the queue" if named else outside,
+        "hpcdp: job 12 is requeued" if named else outside,
     ]
     assert (status, stage.requeued) == (137, "requeue 12\n" if named else "")
 
@@ -400,13 +401,13 @@ def test_a_job_that_is_cancelled_names_the_command_that_goes_on_where_it_has_sav
     status, said = stage.end()
     assert (status, stage.requeued) == (143, "")
     assert said.splitlines()[-1].startswith(
-        "hpcdp: job 12 was ended from outside; unless Slurm requeues it, go on with: "
+        "hpcdp: job 12 was ended from outside; unless Slurm requeues it, resume with: "
     )
 
 
 @pytest.mark.parametrize("template", ["benchmark", "interactive"])
 def test_what_does_not_train_has_no_requeues(template: str) -> None:
-    with pytest.raises(ConfigError, match="--requeues: expected the template train, train-gpu, sweep, got"):
+    with raises(ConfigError, operation="--requeues"):
         ScriptRequest(template=template, requeues=1)
     assert "requeues=0\n" in render(ScriptRequest(template="train", requeues=0), SRUN).text
 
@@ -418,7 +419,7 @@ def test_a_job_that_is_cancelled_does_not_come_back(tmp_path: Path) -> None:
     status, said = stage.end()
     assert (status, stage.requeued) == (75, "")
     outside = (
-        "hpcdp: job 12 was ended from outside; unless Slurm requeues it, go on with: cd /a\\ b && sbatch /a\\ b/job.sh"
+        "hpcdp: job 12 was ended from outside; unless Slurm requeues it, resume with: cd /a\\ b && sbatch /a\\ b/job.sh"
     )
     assert said.splitlines()[-1] == outside
 
@@ -435,7 +436,7 @@ def test_a_job_that_may_not_come_back_names_the_command_that_goes_on_in_its_fold
     assert said.splitlines()[1:] == [
         f"train lenet --run-dir {folder} --resume auto",
         "hpcdp: job 12 has stopped with a checkpoint",
-        f"hpcdp: job 12 does not come back; go on with: cd /a\\ b && sbatch /a\\ b/job.sh {folder}",
+        f"hpcdp: job 12 is not requeued; resume with: cd /a\\ b && sbatch /a\\ b/job.sh {folder}",
     ]
 
 
@@ -444,7 +445,7 @@ def test_a_task_that_may_not_come_back_goes_on_alone(tmp_path: Path) -> None:
     stage = Stage(tmp_path, "", request, requeue=0, hpcdp='echo "$@"; exit 75')
     said = stage.end()[1].splitlines()
     assert said[1].endswith(" b --run-dir runs/sweep-11/2 --resume auto")
-    assert said[-1].endswith("go on with: cd /a\\ b && sbatch --array=2 /a\\ b/job.sh runs/sweep-11")
+    assert said[-1].endswith("resume with: cd /a\\ b && sbatch --array=2 /a\\ b/job.sh runs/sweep-11")
 
 
 def test_a_task_of_a_sweep_has_its_line_and_is_requeued_alone(tmp_path: Path) -> None:

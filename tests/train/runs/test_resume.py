@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from pairs import in_turn
+from raises import raises
 from threadpoolctl import threadpool_limits
 
 from hpcdp import data, nn, optim
@@ -308,7 +309,7 @@ def test_one_rank_stops_ranks_that_do_not_wait_for_each_other(tmp_path):
 
 
 def test_without_a_checkpoint_there_is_nothing_to_go_on_from(tmp_path):
-    with pytest.raises(DataError, match="a complete checkpoint"):
+    with raises(DataError, operation="restore", where=tmp_path / "a"):
         whole_run(2, tmp_path / "a", resume=True)
 
 
@@ -316,7 +317,7 @@ def test_in_the_folder_of_another_job_not_a_step_is_made(tmp_path):
     whole_run(1, tmp_path / "a", epochs=1)
     lock = WriterLock(tmp_path / "a")
     for resume in (False, True):
-        with pytest.raises(DataError, match=r"expected no other job that saves here, got process "):
+        with raises(DataError, operation="lock the checkpoints", where=tmp_path / "a/writer.lock"):
             whole_run(2, tmp_path / "a", resume=resume, kill_at=1)
     lock.release()
 
@@ -349,24 +350,27 @@ def test_a_run_goes_on_from_what_it_has_saved_by_itself(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("every", [0, 1.0, True, "step", [3], np.array([3, 4])])
 def test_what_it_is_made_of(every):
-    with pytest.raises(ConfigError, match="a number of steps, 'epoch', 'auto' or None"):
+    with raises(ConfigError, operation="Checkpoints", where="every", expected=["epoch", "auto", None]):
         Checkpoints(None, every=every)
-    with pytest.raises(ConfigError, match=r"Checkpoints \[manager\]: expected a checkpoint.Manager, got 'folder'"):
+    with raises(ConfigError, operation="Checkpoints", where="manager", expected="checkpoint.Manager", got="folder"):
         Checkpoints("folder")
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("wrong", "fields"),
     [
-        ({"stop": 5}, r"Checkpoints \[stop\]: expected StopRequests\(\), or None, got 5"),
-        ({"stop": StopRequests}, r"Checkpoints \[stop\]: expected StopRequests\(\), or None, got <class"),
-        ({"extra": ["average"]}, r"Checkpoints \[extra\]: expected a dict, or None, got \['average'\]"),
-        ({"config": 5}, r"Checkpoints \[config\]: expected a dict, or None, got 5"),
+        ({"stop": 5}, {"where": "stop", "expected": ["StopRequests()", None], "got": 5}),
+        (
+            {"stop": StopRequests},
+            {"where": "stop", "expected": ["StopRequests()", None], "got": "hpcdp.train.preemption.StopRequests"},
+        ),
+        ({"extra": ["average"]}, {"where": "extra", "expected": ["dict", None], "got": "['average']"}),
+        ({"config": 5}, {"where": "config", "expected": ["dict", None], "got": 5}),
     ],
 )
-def test_what_else_it_is_made_of(wrong, message, tmp_path):
+def test_what_else_it_is_made_of(wrong, fields, tmp_path):
     def one(world):
-        with Manager(tmp_path, world) as manager, pytest.raises(ConfigError, match=message):
+        with Manager(tmp_path, world) as manager, raises(ConfigError, operation="Checkpoints", **fields):
             Checkpoints(manager, **wrong)
         with Manager(tmp_path, world) as manager:
             return Checkpoints(manager, extra={1: 2, "a": 3}).alike()[0]
@@ -376,7 +380,7 @@ def test_what_else_it_is_made_of(wrong, message, tmp_path):
 
 def test_a_new_run_does_not_mix_its_checkpoints_with_those_of_another(tmp_path):
     _, _, _, steps = whole_run(2, tmp_path / "a", epochs=1)
-    with pytest.raises(ConfigError, match=f"got a checkpoint of step {STEPS}; pass resume=True"):
+    with raises(ConfigError, operation="Checkpoints", where=tmp_path / "a", got=STEPS, remedy="resume=True"):
         whole_run(2, tmp_path / "a", epochs=1, kill_at=1)
     assert steps == [STEPS]
 
@@ -386,7 +390,7 @@ def test_without_a_complete_checkpoint_there_is_nowhere_to_go_on(tmp_path, monke
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(directory, "commit", full)
-    with pytest.raises(SaveError, match="make the folder writable, then start again: no checkpoint is complete"):
+    with raises(SaveError, operation="save", where=tmp_path / "a/step-0000000004.tmp"):
         whole_run(2, tmp_path / "a", every=4, epochs=1)
 
 
@@ -401,7 +405,7 @@ def test_what_cannot_be_written_ends_the_training_and_says_where_to_go_on(at, tm
 
     monkeypatch.setattr(directory, "commit", full)
     newest = 4 if at == "in between" else 8
-    with pytest.raises(SaveError, match=rf"No space left on device; free .* with --resume: .* of step {newest}\b"):
+    with raises(SaveError, operation="save", remedy=[newest, "--resume"]):
         whole_run(2, tmp_path / "a", every=4, epochs=1)
     monkeypatch.undo()
     assert whole_run(2, tmp_path / "a", resume=True, epochs=1)[0].resumed == (0, newest)
@@ -423,5 +427,5 @@ def test_a_disk_that_is_gone_ends_the_training_and_says_so(tmp_path, monkeypatch
 
     monkeypatch.setattr(directory, "commit", losing)
     monkeypatch.setattr(directory, "find", found)
-    with pytest.raises(SaveError, match=r"save \[.*Input/output error; free .* --resume when it can be read\b"):
+    with raises(SaveError, operation="save", where=tmp_path / "a/step-0000000008.tmp", remedy="--resume"):
         whole_run(2, tmp_path / "a", every=4, epochs=1)

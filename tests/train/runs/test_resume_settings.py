@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from raises import raises
 
 from hpcdp.checkpoint import Manager, directory
 from hpcdp.checkpoint.directory import WriterLock
@@ -70,14 +71,14 @@ def test_a_constant_rate_allows_more_epochs(here):
 def test_a_folder_that_is_named_must_have_a_checkpoint(here):
     leave_run(here / "a", complete=False)
     for name in ("a", "b"):
-        with pytest.raises(ConfigError, match=f"a checkpoint in {name}/checkpoints, got none"):
+        with raises(ConfigError, operation="resume", where=name):
             settled({"resume": name}, launched=False)
 
 
 def test_a_checkpoint_without_its_settings_is_none_to_go_on_from(here):
     leave_run(here / "a")
     (here / "a" / "config.toml").unlink()
-    with pytest.raises(ConfigError, match=r"a checkpoint in a/checkpoints, got no config\.toml beside it"):
+    with raises(ConfigError, operation="resume", where="a", got="config.toml"):
         settled({"resume": "a"}, launched=False)
 
 
@@ -92,9 +93,13 @@ def test_what_may_not_be_looked_into_is_passed_over_unless_it_was_named(here, mo
     find = directory.find
     monkeypatch.setattr(directory, "find", refuse)
     assert settled({"resume": "auto", "model": "mlp"}, launched=False).run_dir == "runs/mlp-digits-001"
-    with pytest.raises(ConfigError, match=r"\[runs/.*-002/checkpoints\]: expected a run folder, got Permission"):
+    with raises(ConfigError, operation="resume", where="runs/mlp-digits-002/checkpoints"):
         settled({"resume": "runs/mlp-digits-002"}, launched=False)
-    with pytest.raises(ConfigError, match="got File name too long"):
+    with raises(
+        ConfigError,
+        operation="resume",
+        where="aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa/config.toml",
+    ):
         settled({"resume": "a" * 300}, launched=False)
 
 
@@ -102,7 +107,7 @@ def test_a_run_that_still_goes_on_is_refused(here):
     leave_run(here / "a")
     lock = WriterLock(here / "a" / "checkpoints")
     for said in ({"resume": "a"}, {"resume": "auto", "run_dir": "a"}):
-        with pytest.raises(DataError, match=r"no other job that saves here, got process [0-9]+ of "):
+        with raises(DataError, operation="lock the checkpoints", where="a/checkpoints/writer.lock"):
             settled(said, launched=True)
     lock.release()
     assert settled({"resume": "a"}, launched=True).resume == "a"
@@ -117,7 +122,7 @@ def test_auto_takes_the_run_folder_or_starts_anew_in_it(here):
     lock = WriterLock(here / "a" / "checkpoints")
     fresh = settled(said, launched=False)
     assert (fresh.resume, fresh.run_dir, fresh.lr) == (None, "a", 0.05)
-    with pytest.raises(DataError, match=r"no other job that saves here, got process [0-9]+ of "):
+    with raises(DataError, operation="lock the checkpoints", where="a/checkpoints/writer.lock"):
         run_dir.reserve_run_dir(fresh)
     lock.release()
     run_dir.reserve_run_dir(fresh)
@@ -127,7 +132,7 @@ def test_auto_takes_the_run_folder_or_starts_anew_in_it(here):
     assert settled(said, launched=False).resume == "a"
     (here / "b").mkdir()
     (here / "b" / "notes.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="not empty"):
+    with raises(ConfigError, operation="run folder exists and is not empty", where="b"):
         run_dir.reserve_run_dir(settled(said | {"run_dir": "b"}, launched=False))
 
 
@@ -172,7 +177,7 @@ def test_a_run_whose_last_checkpoint_is_damaged_is_not_known_to_be_done(here):
 def test_the_folder_of_its_checkpoints_stands_for_a_run(here, monkeypatch):
     leave_run(here / "a")
     assert settled({"resume": "a/checkpoints"}, launched=True).run_dir == "a"
-    with pytest.raises(ConfigError, match="got one of its checkpoints; pass --resume a"):
+    with raises(ConfigError, operation="resume", where="a/checkpoints/step-0000000007", remedy="--resume"):
         settled({"resume": "a/checkpoints/step-0000000007"}, launched=True)
     monkeypatch.chdir(here / "a")
     assert settled({"resume": "checkpoints"}, launched=True).run_dir == "."

@@ -2,10 +2,13 @@ import dataclasses
 import errno
 import os
 import re
+import time
 
 import pytest
+from raises import raises
 from train_command import train_on_threads
 
+from hpcdp.checkpoint import directory
 from hpcdp.checkpoint.directory import WriterLock
 from hpcdp.cli import checkpoint
 from hpcdp.comm import thread_comm
@@ -107,7 +110,7 @@ def test_a_folder_that_cannot_be_made_is_one_line_on_every_rank(tmp_path):
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_disk_is_one_line(tmp_path):
     (tmp_path / "config.toml").symlink_to("/dev/full")
-    with pytest.raises(ConfigError, match=r"No space left on device; choose another --run-dir") as caught:
+    with raises(ConfigError, operation="write the run folder", where=tmp_path, remedy="--run-dir") as caught:
         RunFolder(TrainConfig(run_dir=str(tmp_path), ranks=1))
     assert "\n" not in str(caught.value)
 
@@ -196,3 +199,22 @@ def test_names_in_the_help_of_checkpoint_are_those_of_a_run(tmp_path, monkeypatc
     for command in ("show", "export"):
         (named,) = re.findall(rf"hpcdp checkpoint {command} \S+ (.*)", checkpoint._EPILOG)
         assert checkpoint.main([command, "runs/a", *named.replace(".pt", ".npz").split()]) == 0
+
+
+def test_no_rank_ends_the_job_before_rank_0_can_report_why(tmp_path, monkeypatch):
+    """Rank 0 draws the curves first, and the launcher ends it when another rank has ended."""
+    order = []
+
+    def full(folder, step, atomic_rename):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def draw(*_):
+        time.sleep(0.5)
+        order.append("drawn")
+
+    monkeypatch.setattr(directory, "commit", full)
+    monkeypatch.setattr("hpcdp.train.runs.run_dir.draw_curves", draw)
+    monkeypatch.setattr("hpcdp.launch.mpirun_output.fail", lambda error, status: order.append(str(error)) or status)
+    assert train_on_threads(monkeypatch, tmp_path, 3, "mlp", "--epochs", "1", "--run-dir", "a") == [1, 1, 1]
+    assert order[0] == "drawn" and len(order) == 4
+    assert all("got No space left on device; free disk space" in why for why in order[1:])

@@ -93,13 +93,13 @@ def test_a_run_that_is_told_to_stop_and_then_loses_a_rank_goes_on_as_if_nothing_
     _, errors = process.communicate(timeout=100)
     assert process.returncode == 128 + signal.SIGKILL
     assert errors.splitlines()[-1] == (
-        "hpcdp: ended by SIGKILL, all ranks have ended; its files are in a; go on with: hpcdp train --resume a"
+        "hpcdp: ended by SIGKILL, all ranks have ended; its files are in a; resume with: hpcdp train --resume a"
     )
     assert saved(tmp_path / "a")[-1] > stopped
 
     again = train(tmp_path, "--resume", "a")
     assert again.returncode == 0, again.stderr[-3000:]
-    assert "going on in a\n" in again.stdout
+    assert "resuming a\n" in again.stdout
     assert numbers(tmp_path / "a") == numbers(whole)
     assert not list((tmp_path / "a" / "checkpoints").glob("*.tmp"))
 
@@ -148,7 +148,7 @@ def test_a_time_limit(tmp_path, monkeypatch, capsys):
     assert train_on_threads(monkeypatch, tmp_path, 1, *arguments) == [75]
     shown = capsys.readouterr().out
     assert "stopped early after step 2 (time_limit_s): a checkpoint is in a b/checkpoints\n" in shown
-    assert shown.endswith("go on with     hpcdp train --resume 'a b'\n")
+    assert shown.endswith("resume with    hpcdp train --resume 'a b'\n")
 
 
 def test_a_run_goes_on_with_the_shares_that_are_said_then(tmp_path, monkeypatch):

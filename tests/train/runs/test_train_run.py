@@ -215,7 +215,7 @@ def test_after_an_interrupt_the_ranks_end_and_the_folder_is_readable(tmp_path):
     assert run.returncode == 130
     assert "Traceback" not in errors
     assert errors.splitlines()[-1] == (
-        "hpcdp: interrupted, all ranks have ended; its files are in a; go on with: hpcdp train --resume a"
+        "hpcdp: interrupted, all ranks have ended; its files are in a; resume with: hpcdp train --resume a"
     )
     records = read_metrics(metrics)
     assert [record["step"] for record in records] == sorted(record["step"] for record in records)
@@ -346,7 +346,7 @@ def test_early_stopping_ends_a_run_which_is_at_its_end_then(tmp_path, monkeypatc
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "a").rglob("*")}
     assert train_on_threads(monkeypatch, tmp_path, 1, "--resume", "a") == [0]
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "a").rglob("*")} == files
-    assert capsys.readouterr().out == "a: this run is at its end, there is nothing to go on with\n"
+    assert capsys.readouterr().out == "a: this run is complete, there is nothing to resume\n"
 
 
 def test_a_run_that_diverges_says_so_at_its_end_and_nothing_of_numpy(tmp_path, monkeypatch, capsys):

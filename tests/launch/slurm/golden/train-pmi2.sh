@@ -120,16 +120,16 @@ if ((status == 0)); then
   exit 0
 fi
 
-# 75: stopped early, with a checkpoint. After a fault a job comes back if it has saved since its start, and not for ever.
-# One that was cancelled must not come back; one that is preempted does anyway.
-saved=$(newest) comes_back='' why='' failed='' lost=()
+# 75: stopped early, with a checkpoint. After a failure a job is requeued if it has saved since its start,
+# a limited number of times; a cancelled one is not. Slurm requeues preempted jobs itself.
+saved=$(newest) requeues_job='' why='' failed='' lost=()
 known=$(scontrol show job "$job")
 count=${checkpoints%/*}/requeues-$job
 faults=$(cat "$count" 2>/dev/null)
 [[ $faults =~ ^[0-9]+$ ]] || faults=0
 if ((status == 75)); then
   echo "hpcdp: job $job has stopped with a checkpoint"
-  comes_back=1
+  requeues_job=1
 elif [[ -z $cancelled ]]; then
   sleep 1  # for the last words
   blame
@@ -140,15 +140,15 @@ elif [[ -z $cancelled ]]; then
   elif [[ ! $saved > $began ]]; then
     why='it has not saved since its start'
   elif ((faults >= requeues)); then
-    why="it has come back $requeues times after faults"
+    why="it was requeued $requeues times after failures"
   else
-    comes_back=1
+    requeues_job=1
   fi
 fi
 if [[ $known == *' Requeue=0 '* || (-n $cancelled && -z $ends_soon) ]]; then
-  comes_back=''
+  requeues_job=''
 fi
-if [[ -n $comes_back && $status -ne 75 ]]; then
+if [[ -n $requeues_job && $status -ne 75 ]]; then
   echo $((faults + 1)) >"$count"
   if ((${#lost[@]})); then  # else the job could start there again; Slurm may requeue it by itself, and end this script
     limit=$(scontrol show config | sed -n 's/^SlurmdTimeout *= *\([0-9]*\).*/\1/p')
@@ -160,7 +160,7 @@ if [[ -n $comes_back && $status -ne 75 ]]; then
     done
     trap '' TERM
     if [[ -n $cancelled ]]; then
-      comes_back='' ends_soon=''
+      requeues_job='' ends_soon=''
     fi
   fi
 fi
@@ -168,12 +168,12 @@ script=$(sed -n 's/^ *Command=//p' <<<"$known")
 script=${script%"${1:+ $1}"}
 printf -v again 'cd %q && sbatch%s %q%s' "$SLURM_SUBMIT_DIR" \
   "${SLURM_ARRAY_TASK_ID:+ --array=$SLURM_ARRAY_TASK_ID}" "$script" "${run:+ $run}"
-if [[ -n $comes_back ]]; then
-  echo "hpcdp: job $job goes back into the queue"
-  scontrol requeue "$job" || echo "hpcdp: job $job was not requeued; go on with: $again"
+if [[ -n $requeues_job ]]; then
+  echo "hpcdp: job $job is requeued"
+  scontrol requeue "$job" || echo "hpcdp: job $job was not requeued; resume with: $again"
 elif [[ -n $cancelled && -z $ends_soon && ($status -eq 75 || -n $saved) ]]; then
-  echo "hpcdp: job $job was ended from outside; unless Slurm requeues it, go on with: $again"
+  echo "hpcdp: job $job was ended from outside; unless Slurm requeues it, resume with: $again"
 elif [[ $status -eq 75 || -n $saved ]]; then
-  echo "hpcdp: job $job does not come back${why:+: $why}; go on with: $again"
+  echo "hpcdp: job $job is not requeued${why:+: $why}; resume with: $again"
 fi
 exit "$status"
