@@ -619,5 +619,5 @@ def _call(operation: str, x: Array, op: str | Monoid, algorithm: str, root: int,
     name = op.name if isinstance(op, Monoid) else "" if op is _MOVED else op
     dtype = getattr(x.dtype, "name", x.dtype)
     of = f"{operation} of {tuple(x.shape)} {dtype}"
-    scaled = f"prescale {factors[0]!r} and postscale {factors[1]!r}"
-    return Call(operation, of, f"op {name!r}", scaled, f"algorithm {algorithm!r}", f"root {root}")
+    scaled = "" if factors == (1, 1) else f" with prescale {factors[0]!r} and postscale {factors[1]!r}"
+    return Call(operation, of, f"op {name!r}{scaled}", f"algorithm {algorithm!r}", f"root {root}")

@@ -389,7 +389,7 @@ def test_what_cannot_be_done_is_refused_by_name():
         with raises(
             MismatchError,
             operation="DistributedDataParallel",
-            where="item 1 of 5 on rank 0",
+            where="item 1 of 4 on rank 0",
             expected=["first.weight", "requires_grad"],
         ):
             wrap(net, world)
