@@ -20,10 +20,11 @@ from bench_harness import programs
 from hpcdp import comm as comm_module
 from hpcdp import nn, optim
 from hpcdp.bench.measure import FreshData, check_writable, describe, parse_size, write_json
-from hpcdp.comm import World, gpu_groups
+from hpcdp.comm import World, gpu_rows
 from hpcdp.comm.communicator import Steps
-from hpcdp.comm.cuda_memory import CudaIpc, NodeRows, RowSize, lone_rows, offers, own_offer
-from hpcdp.comm.gpu_groups import Nccl
+from hpcdp.comm.gpu_rows.cuda_ipc import CudaIpc
+from hpcdp.comm.gpu_rows.nccl import Nccl
+from hpcdp.comm.gpu_rows.transport import NodeRows, RowSize, lone_rows, offers, own_offer
 from hpcdp.comm.tasks import run_until_complete
 from hpcdp.core.arrays import Array, to_host
 from hpcdp.core.devices import Streams
@@ -256,7 +257,7 @@ def refused(world: World, count: int) -> Found:
         Nccl(world.node_comm, world.node_memory, streams, offered, world.rank)
     except DeviceError as error:
         told, wrong = str(error), 0
-    _, way = gpu_groups.make(world, streams, [RowSize(8, _FLOAT)])
+    _, way = gpu_rows.make(world, streams, [RowSize(8, _FLOAT)])
     wrong = sum(world.comm.allgather_json(wrong + (way.name != "CUDA_IPC")))
     return {"told": f"NCCL refuses, {way.name} is taken", "share": None, "wrong": wrong, "errors": [told]}
 

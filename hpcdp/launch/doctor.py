@@ -5,7 +5,8 @@
 process with a time limit. The checks of Slurm run steps of two tasks inside a job, and only look at settings outside.
 
 `cuda_aware` asks the MPI library whether it accepts arrays in GPU memory, and then tries it: the library may be built
-for another CUDA, and one without support crashes. Between nodes a job tries it itself (`hpcdp.comm.cuda_memory`).
+for another CUDA, and one without support crashes. A job tries it itself between nodes
+(`hpcdp.comm.gpu_rows.cuda_aware`).
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ print("CuPy", cupy.__version__, f"NCCL {release}" if number else "without NCCL")
 _CUDA_AWARE = """
 import ctypes, sys
 import hpcdp
-from hpcdp.comm import cuda_memory as cuda_aware
+from hpcdp.comm.gpu_rows import cuda_aware
 world = hpcdp.init()
 if not cuda_aware.says(ctypes.CDLL(sys.argv[1])):
     answer = "no, it says"
