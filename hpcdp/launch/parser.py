@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from ..core.environment import launched_ranks
+from ..core.exit import fail
 from ..errors import ConfigError, DataError, LaunchError
 from . import ProgramMissingError, hosts, mpi_library
-from .mpirun_output import fail
 from .runner import FORWARDED, say
 from .spec import Job
 

@@ -8,6 +8,7 @@ import pytest
 
 from hpcdp import cli
 from hpcdp.checkpoint.directory import WriterLock
+from hpcdp.cli import train as cli_train
 from hpcdp.errors import ConfigError
 from hpcdp.kvstore import KINDS
 from hpcdp.train.runs import config as runs_config
@@ -311,7 +312,7 @@ def test_the_kinds_of_stores_are_those_there_are() -> None:
     ],
 )
 def test_what_is_said_reaches_the_ranks(given: TrainConfig) -> None:
-    arguments = cli._as_arguments(given)
+    arguments = cli_train._as_arguments(given)
     parsed = vars(cli._parse(["train", *arguments]))
     flags = {name: runs_config.parse(name, value) for name, value in parsed.items() if name in runs_config.names()}
     assert runs_config.load(flags=flags) == given
