@@ -91,7 +91,7 @@ def _show_warning(
 
 def _main(argv: Sequence[str]) -> int:
     if argv[:1] == ["train"]:  # before imports that take seconds
-        from ..train import stop_signal
+        from ..train.runs import stop_signal
 
         stop_signal.note()
     try:
@@ -174,12 +174,12 @@ def _module_of(name: str) -> Any:
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    from ..launch import doctor
+    from . import doctor
 
     return doctor.show_info(as_json=arguments.json)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from ..launch import doctor
+    from . import doctor
 
     return doctor.show(doctor.SLURM_CHECKS if arguments.slurm else doctor.CHECKS)

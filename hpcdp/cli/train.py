@@ -21,8 +21,8 @@ from ..core.environment import launched_ranks, module, speaks
 from ..core.exit import fail
 from ..errors import HpcdpError
 from ..launch.parser import Parser, add_command
-from ..train import stop_signal
 from ..train.runs import config as runs_config
+from ..train.runs import stop_signal
 from ..train.runs.config import TrainConfig, explained, kind_of, uncollected
 
 _EXAMPLES = """\

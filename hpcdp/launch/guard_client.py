@@ -27,9 +27,10 @@ from typing import Any
 
 from ..core.files import who_else_may_write
 from ..errors import LaunchError, listed
-from . import agent, process_monitor
+from . import process_monitor
 from .guard import DAEMONS, FIRST_WORDS
 from .hosts import HostSlots, those_of_this_machine
+from .launchers import rsh_agent
 from .mpi_library import LOST_AFTER_S, STALLED_S
 from .mpirun_output import Banners, Quiet
 from .process_monitor import End, Start, Watch, name_of
@@ -354,7 +355,7 @@ class Guards:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.bind(str(path))
         self._socket.listen(128)
-        words = [sys.executable, "-IS", str(Path(agent.__file__).resolve()), str(path)]
+        words = [sys.executable, "-IS", str(Path(rsh_agent.__file__).resolve()), str(path)]
         script.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
         script.chmod(0o700)
         return str(script)

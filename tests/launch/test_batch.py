@@ -10,7 +10,7 @@ import pytest
 from batch_jobs import FULL
 
 from hpcdp.errors import ConfigError, LaunchError
-from hpcdp.launch import batch, parser
+from hpcdp.launch.launchers import batch, checks
 from hpcdp.launch.spec import LaunchPlan
 
 
@@ -38,7 +38,7 @@ def test_the_words_of_batch_args() -> None:
 
 
 def test_within_a_job_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parser, "launched_ranks", lambda: 4)
+    monkeypatch.setattr(checks, "launched_ranks", lambda: 4)
     with pytest.raises(LaunchError, match="a rank of a job of 4"):
         batch.check(FULL, "sge")
 
@@ -93,7 +93,7 @@ import signal, sys
 from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_batch import Batch
-from hpcdp.launch import batch
+from hpcdp.launch.launchers import batch
 from hpcdp.launch.spec import LaunchPlan as Plan
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 job = """

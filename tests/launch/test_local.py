@@ -20,8 +20,9 @@ from pathlib import Path
 
 import pytest
 
+from hpcdp.cli import doctor
 from hpcdp.core.environment import SAVE_AT
-from hpcdp.launch import doctor, hosts, mpi_library, process_monitor, runner
+from hpcdp.launch import hosts, mpi_library, process_monitor, runner
 from hpcdp.launch.mpi_library import environment
 
 CORES = len(os.sched_getaffinity(0))

@@ -39,7 +39,7 @@ _TIMED, _IN_FLIGHT, _TURNS = 1 << 20, 4, 3
 _LIMIT_S = 120.0
 """Seconds for the trial, which ends itself after 60 s."""
 
-_TRY = "from hpcdp.launch import doctor as gpus; print(gpus.cuda_aware())"
+_TRY = "from hpcdp.cli import doctor as gpus; print(gpus.cuda_aware())"
 _YES = "yes"
 _OF_A_RANK = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL", "SLURM_")
 """Prefixes of variables by which launchers tell a process that it is a rank, and of which job."""

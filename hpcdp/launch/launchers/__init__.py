@@ -1,4 +1,7 @@
-"""The launchers by name, each a module of this package with the functions of `Launcher`."""
+"""The launchers by name, each a module of this package with the functions of `Launcher`.
+
+They share `checks`, the checks of a job, and `batch`, the jobs of batch systems without srun.
+"""
 
 from __future__ import annotations
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from ...errors import LaunchError
 from .. import hosts, mpi_library
 from ..mpi_library import Dialect, environment, program
-from ..parser import check, check_binding, missing_module, warn_of_other_library
 from ..runner import supervise
 from ..spec import Command, Job, LaunchPlan, server
+from .checks import check, check_binding, missing_module, warn_of_other_library
 
 
 def run(job: Job, usr1_has_come: Callable[[], bool] | None = None) -> int:

@@ -14,13 +14,14 @@ from pathlib import Path
 
 from ...core.environment import batch_system
 from ...errors import LaunchError
-from .. import batch, guard_client, hosts, mpi_library, process_monitor
+from .. import guard_client, hosts, mpi_library, process_monitor
 from ..guard_client import Guards
 from ..hosts import assign_ranks, of_ranks, those_of_this_machine
 from ..mpi_library import Dialect, environment_of_hosts, program, travelling
-from ..parser import check, check_binding, missing_module, warn_of_other_library
 from ..runner import say, supervise
 from ..spec import Command, Job, LaunchPlan, server
+from . import batch
+from .checks import check, check_binding, missing_module, warn_of_other_library
 
 
 def plan_mpirun(job: Job, *, by_ssh: bool, folder: Path = Path()) -> LaunchPlan:

@@ -17,12 +17,13 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from ...errors import LaunchError
-from .. import batch, mpi_library
+from .. import mpi_library
 from ..hosts import Allocation, allocation, assign_ranks, of_ranks
 from ..mpi_library import Dialect, blas_threads, program
-from ..parser import check, missing_module, warn_of_other_library
 from ..runner import supervise
 from ..spec import Command, Job, LaunchPlan, server
+from . import batch
+from .checks import check, missing_module, warn_of_other_library
 
 MPI_TYPES = {"openmpi": "pmix", "mpich": "pmi2"}
 """The value of srun's --mpi for the libraries of each family."""
@@ -62,8 +63,8 @@ def plan(job: Job) -> LaunchPlan:
     """Return the srun of ``job``.
 
     Raises:
-        LaunchError: srun lacks an option of the job; and the errors of `hpcdp.launch.parser.check`.
-        ConfigError: an option of srun has an invalid value; and the errors of `hpcdp.launch.parser.check`.
+        LaunchError: srun lacks an option of the job; and the errors of `hpcdp.launch.launchers.checks.check`.
+        ConfigError: an option of srun has an invalid value; and the errors of `hpcdp.launch.launchers.checks.check`.
     """
     given = allocation()
     # Outside of an allocation the interfaces of the nodes are unknown.

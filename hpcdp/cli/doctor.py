@@ -37,11 +37,11 @@ from .. import kernels
 from ..comm.world import LIBRARY, Driver, Gpu, driver_release
 from ..core.environment import THREAD_VARIABLES, apart, launched_ranks, module
 from ..errors import DeviceError, HpcdpError, LaunchError
-from . import hosts, mpi_library
-from .hosts import Allocation, allocation
-from .launchers import slurm
-from .mpi_library import environment
-from .process_monitor import child
+from ..launch import hosts, mpi_library
+from ..launch.hosts import Allocation, allocation
+from ..launch.launchers import slurm
+from ..launch.mpi_library import environment
+from ..launch.process_monitor import child
 
 NOT_INSTALLED = "not installed"
 _CUPY = """
