@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from bench_harness import programs
+from bench_harness.figures import write_json
 from hpcdp import comm as comm_module
 from hpcdp import nn, optim
-from hpcdp.bench.measure import FreshData, check_writable, describe, parse_size, write_json
+from hpcdp.bench.measure import FreshData, check_writable, describe, parse_size
 from hpcdp.comm import World, gpu_rows
 from hpcdp.comm.communicator import Steps
 from hpcdp.comm.gpu_rows.cuda_ipc import CudaIpc

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import functools
 import importlib.util
 import json
 import os
@@ -265,19 +266,7 @@ class Finding:
     remedy: str = ""
 
 
-def ok(saw: str) -> Finding:
-    """Return a finding without a fault."""
-    return Finding(Verdict.OK, saw)
-
-
-def warning(saw: str, remedy: str) -> Finding:
-    """Return a finding of a fault with which jobs run."""
-    return Finding(Verdict.WARNING, saw, remedy)
-
-
-def failed(saw: str, remedy: str) -> Finding:
-    """Return a finding of a fault with which jobs fail."""
-    return Finding(Verdict.FAILED, saw, remedy)
+ok, warning, failed = (functools.partial(Finding, verdict) for verdict in Verdict)
 
 
 def show(checks: Mapping[str, Callable[[], Finding]] | None = None) -> int:

@@ -137,7 +137,7 @@ def test_settings_may_come_through_a_pipe(tmp_path: Path, monkeypatch: pytest.Mo
     text = "resume = 'auto'\nepochs = 3\n"
     threading.Thread(target=(tmp_path / "pipe").write_text, args=(text,), daemon=True).start()
     taken: list[tuple[TrainConfig, dict]] = []
-    monkeypatch.setattr(cli, "_train_here", lambda *given: taken.append(given) or 0)
+    monkeypatch.setattr(cli_train, "_train_here", lambda *given: taken.append(given) or 0)
     assert cli.main(["train", "--config", str(tmp_path / "pipe"), "--lr", "0.5"]) == 0
     ((made, said),) = taken
     assert (made.epochs, made.lr, said) == (3, 0.5, {"resume": "auto", "epochs": 3, "lr": 0.5})
