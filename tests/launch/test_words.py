@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from hpcdp.launch import runner
-from hpcdp.launch.mpirun_output import FailedRank, Invoked, MpirunStderr
+from hpcdp.launch.mpirun_stderr import FailedRank, Invoked, MpirunStderr
 from hpcdp.launch.process_monitor import End, Watch
 
 SAID = """\

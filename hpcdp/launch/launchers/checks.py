@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shlex
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 from ...core.environment import launched_ranks
@@ -19,7 +17,6 @@ from ..spec import Job
 
 # execve(2): the interpreter's path ends at a blank or at the end of the line
 _FIRST_LINE = re.compile(rb"#![ \t]*([^ \t\n]*)")
-_PYTHON = re.compile(r"python[0-9.]*")
 _LIMIT_VARIABLES = ("HPCDP_STALL_S", "HPCDP_TIMEOUT_S")
 
 
@@ -67,50 +64,6 @@ def warn_of_other_library(job: Job, family: str) -> None:
         f"the environment of {job.program[0]} has {other.name}, but {mpi_library.FAMILIES[family]} starts it: "
         f"its ranks will be worlds of one; use {other.path.parent.parent}/bin/hpcdp launch"
     )
-
-
-def missing_module(job: Job, module: str) -> LaunchError | None:
-    """Return the error of a rank that cannot import ``module`` because it runs another Python; else None.
-
-    The launcher does not change PATH, so ``python`` without an activated environment is another Python.
-    """
-    theirs = _python_of(job)
-    if theirs is not None and _is_this_python(theirs):
-        return None
-    if (theirs is None and module != "hpcdp") or importlib.util.find_spec(module) is None:
-        return None
-    activate = Path(sys.prefix, "bin", "activate")
-    remedies = [f"activate its environment with . {activate}"] if activate.exists() else []
-    remedies += [f"give its path: hpcdp launch ... -- {sys.executable} ..."]
-    return LaunchError(
-        f"launch {job.program[0]!r}",
-        expected=f"{sys.executable}, which has the module {module}",
-        got=f"{theirs or 'another Python'}, which lacks it",
-        remedy=", or ".join(remedies),
-    )
-
-
-def _python_of(job: Job) -> Path | None:
-    """Return the Python that runs the program of ``job``; None for other programs, and where only a shell knows."""
-    path = job.env.get("PATH")
-    program = shutil.which(job.program[0], path=path)
-    if program is not None and not _PYTHON.fullmatch(Path(program).name):
-        try:
-            with open(program, "rb") as file:
-                first = os.fsdecode(file.readline(512))
-        except OSError:  # executable, but not readable
-            return None
-        words = first.removeprefix("#!").split() if first.startswith("#!") else []
-        if words and Path(words[0]).name == "env":
-            words = [word for word in words[1:] if not word.startswith("-")]
-        program = shutil.which(words[0], path=path) if words and _PYTHON.fullmatch(Path(words[0]).name) else None
-    return None if program is None else Path(program).absolute()
-
-
-def _is_this_python(other: Path) -> bool:
-    """Return whether ``other`` has this Python's modules; compares folders, as an environment's Python is a link."""
-    own = Path(sys.executable)
-    return other.parent.resolve() == own.parent.resolve() and other.resolve() == own.resolve()
 
 
 def check_binding(job: Job, family: str, processes: int, cores: int, host: str) -> None:

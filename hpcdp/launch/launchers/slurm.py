@@ -6,7 +6,6 @@ The option --mpi must name an interface of mpi4py's MPI library; with any other,
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import os
 import re
@@ -23,7 +22,7 @@ from ..mpi_library import Dialect, blas_threads, program
 from ..runner import supervise
 from ..spec import Command, Job, LaunchPlan, server
 from . import batch
-from .checks import check, missing_module, warn_of_other_library
+from .checks import check, warn_of_other_library
 
 MPI_TYPES = {"openmpi": "pmix", "mpich": "pmi2"}
 """The value of srun's --mpi for the libraries of each family."""
@@ -52,11 +51,7 @@ def run(job: Job) -> int:
         )
     (command,) = plan(job).commands
     _check_mpi_type(command.argv)
-    processes = job.ranks + job.servers
-    return supervise(
-        command.argv, {**os.environ, **command.env}, processes, "srun", job.servers, elsewhere=processes,
-        verbose=job.verbose, missing_module=functools.partial(missing_module, job),
-    )  # fmt: skip
+    return supervise(command.argv, {**os.environ, **command.env}, "srun", job, elsewhere=job.ranks + job.servers)
 
 
 def plan(job: Job) -> LaunchPlan:

@@ -1,4 +1,4 @@
-"""The end of a job: filters of mpirun's and srun's stderr, the rank that failed first, and exit statuses.
+"""The stderr of mpirun and srun: filters, what it reports, and the rank that failed first.
 
 - `Banners` keeps back mpirun's long messages on a failed rank, which the launcher reports in one line. `Quiet` drops
   messages that report no error. Both match known texts exactly; all other output passes unchanged.
@@ -19,8 +19,8 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .live import Shown
 from .process_monitor import End, Watch, name_of
+from .rank_output import Shown
 
 _KILLS = (signal.SIGKILL, signal.SIGTERM)
 """The signals with which mpirun ends the other ranks."""
@@ -305,7 +305,6 @@ _LINE = re.compile(rb"(?:" + b"|".join(_NOISE) + rb")\r?\n")
 _BEGINNING = re.compile(
     rb"\[[\w.-]*(:[0-9]*(\] ?([pP].*)?)?)?|\[warn\] ?(E.*)?|NB?|NBC.*|A|Abo?r?t?|Abort i?.*|s|sr|sru|srun(: ?|: c.*)?"
 )
-_RULE = b"-" * 74 + b"\n"
 _LONGEST = 500
 
 
@@ -334,7 +333,7 @@ class Quiet:
             if self._line or not _LINE.fullmatch(piece):
                 shown.append(piece)
             line = (self._line + piece)[-_LONGEST:]
-            self._rules += line == _RULE
+            self._rules += line == _BANNERS_RULE
             self._line = b"" if line.endswith(b"\n") else line
         return b"".join(shown)
 
