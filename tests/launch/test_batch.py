@@ -10,7 +10,7 @@ import pytest
 from batch_jobs import FULL
 
 from hpcdp.errors import ConfigError, LaunchError
-from hpcdp.launch.launchers import batch, checks
+from hpcdp.launch.launchers import batch, job_checks
 from hpcdp.launch.spec import LaunchPlan
 
 
@@ -38,7 +38,7 @@ def test_the_words_of_batch_args() -> None:
 
 
 def test_within_a_job_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "launched_ranks", lambda: 4)
+    monkeypatch.setattr(job_checks, "launched_ranks", lambda: 4)
     with pytest.raises(LaunchError, match="a rank of a job of 4"):
         batch.check(FULL, "sge")
 

@@ -1,4 +1,4 @@
-"""How the ranks of a node sum rows on their GPUs: the choice of the transport, and the interface of rows.
+"""The choice of the transport with which a node's ranks sum rows on their GPUs, and the interface of rows.
 
 Two ranks have the same GPU if it has one place on the PCI bus, because device numbers are each process's own.
 """

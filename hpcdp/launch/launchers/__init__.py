@@ -1,6 +1,6 @@
 """The launchers by name, each a module of this package with the functions of `Launcher`.
 
-They share `checks` of a job, `batch` (jobs of batch systems without srun) and `working_folder`, its copies.
+They share `job_checks`, `batch` (jobs of batch systems without srun) and `working_folder`, its copies.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ from ..mpi_library import FIND_PROGRAMS, READ_BY_PROGRAMS, Dialect
 from ..process_monitor import bound
 from ..runner import ENDING, FORWARDED
 from ..spec import Host, Job, LaunchPlan
-from .checks import refuse_rank
+from .job_checks import refuse_rank
 
 Valid = Mapping[str, tuple[str, str]]
 """For each option, the pattern of a valid value and its description."""

@@ -11,7 +11,7 @@ from .. import hosts, mpi_library
 from ..mpi_library import Dialect, environment, program
 from ..runner import supervise
 from ..spec import Command, Job, LaunchPlan, server
-from .checks import check, check_binding, warn_of_other_library
+from .job_checks import check, check_binding, warn_of_other_library
 
 
 def run(job: Job, usr1_has_come: Callable[[], bool] | None = None) -> int:

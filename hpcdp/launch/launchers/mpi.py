@@ -20,7 +20,7 @@ from ..mpi_library import Dialect, environment_of_hosts, program, travelling
 from ..runner import say, supervise
 from ..spec import Command, Job, LaunchPlan, server
 from . import batch, working_folder
-from .checks import check, check_binding, warn_of_other_library
+from .job_checks import check, check_binding, warn_of_other_library
 
 
 def plan_mpirun(job: Job, *, by_ssh: bool, folder: Path = Path()) -> tuple[LaunchPlan, mpi_library.MpiLibrary, Dialect]:

@@ -22,7 +22,7 @@ from ..mpi_library import Dialect, blas_threads, program
 from ..runner import supervise
 from ..spec import Command, Job, LaunchPlan, server
 from . import batch
-from .checks import check, warn_of_other_library
+from .job_checks import check, warn_of_other_library
 
 MPI_TYPES = {"openmpi": "pmix", "mpich": "pmi2"}
 """The value of srun's --mpi for the libraries of each family."""
@@ -58,8 +58,8 @@ def plan(job: Job) -> LaunchPlan:
     """Return the srun of ``job``.
 
     Raises:
-        LaunchError: srun lacks an option of the job; and the errors of `hpcdp.launch.launchers.checks.check`.
-        ConfigError: an option of srun has an invalid value; and the errors of `hpcdp.launch.launchers.checks.check`.
+        LaunchError: srun lacks an option of the job; and the errors of `job_checks.check`.
+        ConfigError: an option of srun has an invalid value; and the errors of `job_checks.check`.
     """
     given = allocation()
     # Outside of an allocation the interfaces of the nodes are unknown.
