@@ -23,12 +23,12 @@ import numpy as np
 from bench_floor import STAGED, Floor, limits_of, print_line_of
 from bench_gradients import GradientAllreduce
 from bench_harness import programs
+from bench_harness.figures import ours, write_json
 from bench_harness.peers import Gloo, check_python, gloo_or_reason, mpi_exchanges
 from bench_harness.programs import sweep_parser
 from bench_harness.verdicts import allreduce_rounds, best_peer_ratio, median_by_size
 from bench_suite import Suite
 from hpcdp import comm
-from hpcdp.bench.communication import ours
 from hpcdp.bench.measure import (
     Candidate,
     FreshData,
@@ -44,7 +44,6 @@ from hpcdp.bench.measure import (
     size_range,
     turn_medians,
     write,
-    write_json,
     wrong,
 )
 from hpcdp.launch.parser import at_least

@@ -26,9 +26,10 @@ from typing import Any
 import numpy as np
 
 from bench_harness import programs
+from bench_harness.figures import write_json
 from bench_harness.peers import Gloo, gloo_or_reason
 from hpcdp import checkpoint, comm
-from hpcdp.bench.measure import check_writable, describe, format_size, median_ratio, parse_size, write_json
+from hpcdp.bench.measure import check_writable, describe, format_size, median_ratio, parse_size
 from hpcdp.comm.consistency import on_rank_0
 from hpcdp.errors import ConfigError
 from hpcdp.launch.parser import Parser, at_least

@@ -18,6 +18,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from bench_harness import programs
+from bench_harness.figures import write_json
 from bench_kernels import Repeated, torch_or_reason
 from hpcdp import comm, kernels
 from hpcdp.bench.measure import (
@@ -28,7 +29,6 @@ from hpcdp.bench.measure import (
     median_ratio,
     pin_to_own_core,
     turn_medians,
-    write_json,
 )
 from hpcdp.kernels import buffers
 from hpcdp.kernels.reference import networks

@@ -27,9 +27,9 @@ import numpy as np
 
 from bench_harness import programs
 from bench_harness.cluster import Cluster, ClusterError, obstacle
+from bench_harness.figures import ours, write_json
 from bench_harness.peers import check_python, gloo_or_reason
 from hpcdp import comm
-from hpcdp.bench.communication import ours
 from hpcdp.bench.measure import (
     Candidate,
     FreshData,
@@ -44,12 +44,12 @@ from hpcdp.bench.measure import (
     gather,
     median_ratio,
     parse_size,
+    sleeping_barrier,
     turn_medians,
     write,
-    write_json,
     wrong,
 )
-from hpcdp.bench.tune import link_rates, sleeping_barrier
+from hpcdp.bench.tune import link_rates
 from hpcdp.collectives import ALGORITHMS, allreduce
 from hpcdp.collectives.registry import choose
 from hpcdp.comm.communicator import resolve

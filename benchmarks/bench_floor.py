@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from bench_harness import programs
+from bench_harness.figures import write_json
 from hpcdp import comm, kernels
 from hpcdp.bench.measure import (
     FreshData,
@@ -27,7 +28,6 @@ from hpcdp.bench.measure import (
     pin_to_own_core,
     size_range,
     timing,
-    write_json,
     wrong,
 )
 from hpcdp.bench.tune import copy_rates

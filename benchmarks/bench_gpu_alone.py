@@ -21,11 +21,12 @@ from typing import Any
 import numpy as np
 
 from bench_harness import programs
+from bench_harness.figures import write_json
 from bench_harness.peers import MODELS, training_step
 from bench_kernels import UPDATES
 from bench_train_lenet import step_of
 from hpcdp import comm, kernels, nn, optim
-from hpcdp.bench.measure import check_writable, describe, parse_size, write_json
+from hpcdp.bench.measure import check_writable, describe, parse_size
 from hpcdp.comm import world as comm_world
 from hpcdp.core.arrays import Array, to_host
 from hpcdp.kernels.cuda import cudnn_conv

@@ -19,6 +19,7 @@ import numpy as np
 
 from bench_floor import Floor, print_line_of
 from bench_harness import programs
+from bench_harness.figures import write_json
 from bench_harness.peers import Gloo, gloo_or_reason
 from bench_harness.programs import sweep_parser
 from hpcdp import comm, optim
@@ -36,7 +37,6 @@ from hpcdp.bench.measure import (
     pin_to_own_core,
     size_range,
     turn_medians,
-    write_json,
     wrong,
 )
 from hpcdp.data_parallel.bucket_trainer import BucketTrainer

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from bench_harness import programs
+from bench_harness.figures import write_json
 from bench_harness.peers import MODELS, training_step
 from bench_kernels import torch_or_reason
 from hpcdp import autograd, comm, kernels, nn, optim
@@ -32,7 +33,6 @@ from hpcdp.bench.measure import (
     median_ratio,
     pin_to_own_core,
     turn_medians,
-    write_json,
 )
 from hpcdp.launch.parser import Parser, at_least
 from hpcdp.nn.layers import gelu

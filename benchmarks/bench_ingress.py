@@ -20,9 +20,9 @@ import numpy as np
 
 from bench_harness import programs, traffic
 from bench_harness.cluster import Cluster, ClusterError, obstacle
+from bench_harness.figures import write_json
 from hpcdp import comm
-from hpcdp.bench.command import check_drawable
-from hpcdp.bench.measure import as_json, check_writable, describe, format_size, parse_size, write, write_json
+from hpcdp.bench.measure import as_json, check_writable, describe, format_size, parse_size, write
 from hpcdp.core.environment import launched_rank
 from hpcdp.errors import ConfigError
 from hpcdp.kvstore import serve
@@ -161,8 +161,6 @@ def main(argv: list[str] | None = None) -> int:
         raise ConfigError("ingress", where="--servers", expected=expected, got=repr(args.servers))
     parse_size(args.size)
     check_writable("ingress", [args.json, args.plot])
-    if args.plot:
-        check_drawable()
     reason = obstacle()
     if reason is not None:
         print(f"no hosts can be made here: {reason}", file=sys.stderr)

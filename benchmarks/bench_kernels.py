@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from bench_harness import programs
+from bench_harness.figures import write_json
 from bench_harness.programs import sweep_parser
 from hpcdp import comm, kernels
 from hpcdp.bench.measure import (
@@ -32,7 +33,6 @@ from hpcdp.bench.measure import (
     pin_to_own_core,
     size_range,
     turn_medians,
-    write_json,
 )
 from hpcdp.kernels import buffers
 from hpcdp.kernels.reference import gradients, networks

@@ -29,9 +29,9 @@ import numpy as np
 
 from bench_floor import Floor, limits_of, print_line_of
 from bench_harness import programs
+from bench_harness.figures import ours, write_json
 from bench_harness.programs import sweep_parser
 from hpcdp import collectives, comm, kvstore, optim
-from hpcdp.bench.communication import ours
 from hpcdp.bench.measure import (
     FreshData,
     MeasuredCollective,
@@ -46,7 +46,6 @@ from hpcdp.bench.measure import (
     pin_to_own_core,
     size_range,
     turn_medians,
-    write_json,
     wrong,
 )
 from hpcdp.comm.communicator import bounds

@@ -17,9 +17,9 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from bench_harness import programs
+from bench_harness.figures import largest_difference, write_json
 from hpcdp import comm, nn, optim
-from hpcdp.bench.measure import check_writable, describe, largest_difference, median_ratio, pin_to_own_core, write_json
-from hpcdp.bench.tune import sleeping_barrier
+from hpcdp.bench.measure import check_writable, describe, median_ratio, pin_to_own_core, sleeping_barrier
 from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError
 from hpcdp.launch.parser import Parser, at_least

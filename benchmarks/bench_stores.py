@@ -26,9 +26,10 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from bench_harness import programs
+from bench_harness.figures import write_json
 from hpcdp import comm
 from hpcdp.autograd import Tensor
-from hpcdp.bench.measure import as_json, bus_factor, check_writable, describe, write, write_json
+from hpcdp.bench.measure import as_json, bus_factor, check_writable, describe, write
 from hpcdp.core.checks import check_name
 from hpcdp.core.environment import launched_ranks
 from hpcdp.errors import ConfigError

@@ -24,9 +24,10 @@ import numpy as np
 
 from bench_harness import programs
 from bench_harness.cluster import add_options, measure_places, where
+from bench_harness.figures import largest_difference, write_json
 from bench_harness.peers import CLASSES, CONTEXT, MODELS, VOCABULARY, Gloo, Model, require_torch, training_step
 from hpcdp import comm
-from hpcdp.bench.measure import check_writable, describe, largest_difference, median_ratio, pin_to_own_core, write_json
+from hpcdp.bench.measure import check_writable, describe, median_ratio, pin_to_own_core
 from hpcdp.core.checks import check_name
 from hpcdp.core.environment import launched_ranks
 from hpcdp.launch.parser import Parser, at_least

@@ -19,11 +19,12 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from bench_harness import programs
+from bench_harness.figures import write_json
 from bench_harness.peers import MODELS as TORCH_MODELS
 from bench_harness.peers import training_step
 from bench_train_lenet import step_of, turns_of
 from hpcdp import comm, nn, optim
-from hpcdp.bench.measure import check_writable, describe, median_ratio, pin_to_own_core, write_json
+from hpcdp.bench.measure import check_writable, describe, median_ratio, pin_to_own_core
 from hpcdp.errors import ConfigError
 from hpcdp.launch.parser import Parser, at_least
 from hpcdp.train.trainer import Trainer

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .core.environment import is_launched, record_exit_status
+from .core.environment import is_launched
 
 if TYPE_CHECKING:
     from . import (
@@ -196,6 +196,8 @@ _HOMES = {
 
 
 if is_launched():
+    from .core.exit import record_exit_status
+
     record_exit_status()
 
 

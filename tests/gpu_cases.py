@@ -15,8 +15,9 @@ from raises import raises
 
 import hpcdp
 from hpcdp import autograd, data, kvstore, nn, optim
-from hpcdp.comm.cuda_memory import CudaIpc, RowSize, offers, own_offer, parts_of
-from hpcdp.comm.gpu_groups import Nccl
+from hpcdp.comm.gpu_rows.cuda_ipc import CudaIpc
+from hpcdp.comm.gpu_rows.nccl import Nccl
+from hpcdp.comm.gpu_rows.transport import RowSize, offers, own_offer, parts_of
 from hpcdp.comm.tasks import run_until_complete
 from hpcdp.core.arrays import from_host, to_host
 from hpcdp.core.devices import Device, Streams, cpu

@@ -3,7 +3,7 @@
 import numpy as np
 
 from hpcdp.comm import world as comm_world
-from hpcdp.comm.cuda_memory import GpuTransport
+from hpcdp.comm.gpu_rows.transport import GpuTransport
 from hpcdp.comm.world import Gpu
 from hpcdp.core.devices import gpu
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from hpcdp import cli
+from hpcdp.cli import train as cli_train
 from hpcdp.errors import SaveError
 from hpcdp.launch.parser import Parser
 from hpcdp.launch.process_monitor import _ranks_below
@@ -293,7 +294,7 @@ def test_what_cannot_be_written_was_not_asked_wrongly(
     def fail(arguments: object) -> int:
         raise SaveError("save", got="No space left on device")
 
-    monkeypatch.setattr(cli, "_train", fail)
+    monkeypatch.setattr(cli_train, "_train", fail)
     assert cli.main(["train"]) == 1
     assert capsys.readouterr().err == "hpcdp: save: got No space left on device\n"
 
@@ -304,7 +305,7 @@ def test_memory_that_is_not_there_is_one_line(
     def fail(arguments: object) -> int:
         raise MemoryError("Out of memory allocating 512 bytes")  # of which CuPy's and NumPy's are kinds
 
-    monkeypatch.setattr(cli, "_train", fail)
+    monkeypatch.setattr(cli_train, "_train", fail)
     assert cli.main(["train"]) == 1
     said = "train: expected more memory, got Out of memory allocating 512 bytes; use smaller batches, or fewer ranks"
     assert capsys.readouterr().err == f"hpcdp: {said} a node\n"
@@ -316,7 +317,7 @@ def test_a_warning_of_a_command_is_a_line(monkeypatch: pytest.MonkeyPatch, capsy
         warnings.warn("of an array", RuntimeWarning, stacklevel=1)
         return 0
 
-    monkeypatch.setattr(cli, "_train", warn)
+    monkeypatch.setattr(cli_train, "_train", warn)
     assert cli.main(["train"]) == 0
     ours, *others = capsys.readouterr().err.splitlines()
     assert ours == "hpcdp: taking step 7 instead"

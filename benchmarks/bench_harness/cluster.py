@@ -22,8 +22,9 @@ from typing import Any
 from threadpoolctl import threadpool_limits
 
 from bench_harness import programs
+from bench_harness.figures import write_json
 from hpcdp import errors
-from hpcdp.bench.measure import as_json, check_writable, describe, write, write_json
+from hpcdp.bench.measure import as_json, check_writable, describe, write
 from hpcdp.bench.tune import link_rates
 from hpcdp.comm import World, init
 from hpcdp.errors import ConfigError, HpcdpError

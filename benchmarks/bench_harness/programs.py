@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from hpcdp.core.exit import end_early, fail
 from hpcdp.errors import ConfigError, HpcdpError, LaunchError
-from hpcdp.launch.mpirun_output import end_early, fail
 from hpcdp.launch.parser import Parser, at_least
 from hpcdp.launch.process_monitor import bound
 

@@ -23,8 +23,13 @@ from bench_harness.verdicts import (
     verdicts,
     where,
 )
-from hpcdp.bench.measure import format_size, software
+from hpcdp.bench.measure import format_size
 from hpcdp.core.devices import cuda_release
+
+
+def software(machine: dict[str, Any]) -> list[str]:
+    """Return texts with the versions of Python and of packages, from the result of `describe`."""
+    return [f"Python {machine['python']}", *(f"{name} {version}" for name, version in machine["versions"].items())]
 
 
 def table(heading: list[str], rows: Iterable[list[str]]) -> str:

@@ -15,7 +15,6 @@ import os
 import socket
 import sys
 import textwrap
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -77,41 +76,16 @@ _GB_S = ("(GB/s)", "(GB/s)")
 _NCCL_TYPES = {"float32": "float", "float64": "double", "float16": "half"}
 
 
-class Style(ABC):
-    """A format of tables.
-
-    Args:
-        settings: the settings of the benchmark.
-        version: the version of hpcdp.
-    """
-
-    def __init__(self, settings: Settings, version: str) -> None:
-        self._settings, self._version = settings, version
-
-    @abstractmethod
-    def heading(self, facts: Sequence[str]) -> str:
-        """Return the lines above the table; ``facts`` describe the ranks and the benchmark."""
-
-    @abstractmethod
-    def line(self, row: Row) -> str:
-        """Return the line of one size."""
-
-    def closing(self, rows: Sequence[Row]) -> str:
-        """Return the lines below the table, if any."""
-        return ""
-
-
-class OsuStyle(Style):
+class OsuStyle:
     """The tables of osu_latency, osu_bw, osu_allreduce, osu_iallreduce and so on; ``-f`` shows all columns.
 
     Args:
-        settings: see `Style`.
-        version: see `Style`.
+        settings: the settings of the benchmark.
         terminal: the width of the terminal, to which rows are folded; 0 for files and scripts, without folding.
     """
 
-    def __init__(self, settings: Settings, version: str, terminal: int) -> None:
-        super().__init__(settings, version)
+    def __init__(self, settings: Settings, terminal: int) -> None:
+        self._settings = settings
         self._terminal = terminal
         full, name = settings.full, settings.benchmark
         if name == "iallreduce":
@@ -125,10 +99,10 @@ class OsuStyle(Style):
         self._predicted = ("Predicted(MB/s)", "predicted_mb_s") if rate else ("Predicted(us)", "predicted_us")
 
     def heading(self, facts: Sequence[str]) -> str:
-        """See `Style.heading`."""
+        """Return the lines above the table; ``facts`` describe the ranks and the benchmark."""
         settings = self._settings
         name = _OSU_NAMES.get(settings.dtype, settings.dtype)
-        by = f"# hpcdp {self._version} has measured, and prints as OSU Micro-Benchmarks {OSU_VERSION} do."
+        by = f"# hpcdp {__version__} has measured, and prints as OSU Micro-Benchmarks {OSU_VERSION} do."
         title = f"# OSU MPI {TITLES[settings.benchmark]} Test v{OSU_VERSION}"
         lines = ["", title, by, *_comments(facts), f"# Datatype: {name}."]
         if settings.benchmark == "iallreduce":
@@ -140,7 +114,7 @@ class OsuStyle(Style):
         return "\n".join([*lines, *self._folded("# Size", "#", cells)])
 
     def line(self, row: Row) -> str:
-        """See `Style.line`."""
+        """Return the line of one size."""
         settings = self._settings
         cells = [f"{row[key]:>{_WIDTH}.2f}" for _, key in self._columns]
         cells += [f"{row['iterations']:>{_ITERATIONS_WIDTH}}"] if self._shows_iterations else []
@@ -157,6 +131,10 @@ class OsuStyle(Style):
             lines[-1] += cell
         return lines
 
+    def closing(self, rows: Sequence[Row]) -> str:
+        """Return the lines below the table: none."""
+        return ""
+
 
 def _comments(facts: Sequence[str]) -> list[str]:
     return [
@@ -164,13 +142,16 @@ def _comments(facts: Sequence[str]) -> list[str]:
     ]
 
 
-class NcclStyle(Style):
+class NcclStyle:
     """The tables of all_reduce_perf and so on: out of place, then in place; ``#wrong`` counts elements of all ranks."""
 
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
     def heading(self, facts: Sequence[str]) -> str:
-        """See `Style.heading`."""
+        """See `OsuStyle.heading`."""
         settings = self._settings
-        title = f"# hpcdp {TITLES[settings.benchmark].removesuffix(' Latency')} Test v{self._version}"
+        title = f"# hpcdp {TITLES[settings.benchmark].removesuffix(' Latency')} Test v{__version__}"
         counts = (
             f"minBytes {settings.sizes[0]} maxBytes {settings.sizes[-1]} step: {settings.factor}(factor) "
             f"warmup iters: {settings.warmup} iters: {settings.iterations or 'by size'} "
@@ -180,13 +161,13 @@ class NcclStyle(Style):
         return "\n".join(line.rstrip() for line in lines)
 
     def line(self, row: Row) -> str:
-        """See `Style.line`."""
+        """Return the line of one size."""
         kind, op, root = self._constants()
         names = f"{row['total_nbytes']:>12}  {row['count']:>12}  {kind:>8}  {op:>6}  {root:>6}"
         return names + self._both(row)
 
     def closing(self, rows: Sequence[Row]) -> str:
-        """See `Style.closing`."""
+        """Return the verdict and the average below the table."""
         measured = [figures for row in rows for figures in (row.get("out_of_place"), row) if figures]
         faulty = sum(figures["wrong"] for figures in measured)
         verdict = "not checked" if not self._settings.validate else f"{faulty} {'FAILED' if faulty else 'OK'}"
@@ -237,7 +218,7 @@ class NarrowNcclStyle(NcclStyle):
     """The tables of `NcclStyle` in 80 columns: a comment line has what is equal in all lines."""
 
     def line(self, row: Row) -> str:
-        """See `Style.line`."""
+        """See `NcclStyle.line`."""
         return f"{row['total_nbytes']:>10}{self._both(row)}"
 
     def _settings_lines(self, counts: str) -> list[str]:
@@ -259,25 +240,15 @@ class NarrowNcclStyle(NcclStyle):
         return f"{text:>10}" if self._settings.predict else ""
 
 
-def style_for(settings: Settings, version: str, terminal: int) -> Style:
+def style_for(settings: Settings, terminal: int) -> OsuStyle | NcclStyle:
     """Return the format of a table on a terminal of this width, 0 for files and scripts."""
     if settings.style == "osu":
-        return OsuStyle(settings, version, terminal)
+        return OsuStyle(settings, terminal)
     width = _NCCL_WIDTH + (_NCCL_PREDICTED_WIDTH if settings.predict else 0)
-    return (NarrowNcclStyle if 0 < terminal < width else NcclStyle)(settings, version)
+    return (NarrowNcclStyle if 0 < terminal < width else NcclStyle)(settings)
 
 
-_OURS, _PEER, _LIMIT, _GRID = "#3566a8", "#c8552b", "#6b6b6b", "#d9d9d9"
-
-
-def check_drawable() -> None:
-    """Raise `ConfigError` unless matplotlib, which `draw` needs, can be imported."""
-    try:
-        from matplotlib.backends import backend_agg  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            "bench --plot", expected="matplotlib", got=str(error), remedy="pip install matplotlib"
-        ) from error
+_OURS, _PEER, _LIMIT = "#3566a8", "#c8552b", "#6b6b6b"
 
 
 def draw(
@@ -292,16 +263,12 @@ def draw(
         title: one line above the plot.
         where: a smaller line below the title.
     """
-    # Figure and the Agg canvas alone: pyplot would open a display and keep the figure in a global list.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
+    from ..train.progress import png, styled
     from .measure import format_size
 
-    figure = Figure(figsize=(7.6, 4.4), dpi=130, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    axes = figure.subplots()
+    figure, (axes,) = styled(1, (9.0, 5.2))
     curves = _curves(rows, settings)
     for (label, sizes, rates), color in zip(curves, (_OURS, _PEER), strict=False):
         axes.plot(sizes, rates, color=color, linewidth=1.8, marker="o", markersize=3.6, label=label)
@@ -324,15 +291,10 @@ def draw(
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("message size (bytes, 1K = 1024)")
     axes.set_ylabel("busbw (GB/s), median" if settings.benchmark in COLLECTIVES else "bandwidth (GB/s), median")
-    axes.grid(True, color=_GRID, linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="best")
     axes.set_title(title, fontsize=11, loc="left", pad=21)
     axes.text(0, 1.025, where, transform=axes.transAxes, fontsize=8, color=_LIMIT)
-    drawn = io.BytesIO()
-    canvas.print_png(drawn)
-    return drawn.getvalue()
+    return png(figure)
 
 
 def _curves(rows: Sequence[dict[str, Any]], settings: Settings) -> list[tuple[str, list[int], list[float]]]:
@@ -579,7 +541,7 @@ def run(settings: Settings, world: World) -> int:
             settings = replace(settings, predict=False)
         else:
             measured = tune.with_predictions(measured, predicted)
-    style = style_for(settings, __version__, terminal_columns(sys.stdout))
+    style = style_for(settings, terminal_columns(sys.stdout))
     rows: list[Row] = []
     try:
         with explained("loading kernels and measuring the first size", world.rank == 0, sys.stderr):
@@ -637,7 +599,6 @@ def check(settings: Settings, world: World) -> None:
     """
     from ..collectives import ALGORITHMS
     from ..comm.communicator import OPS
-    from ..comm.consistency import on_rank_0
     from .measure import check_memory, check_writable
 
     if settings.benchmark in COLLECTIVES:
@@ -650,8 +611,6 @@ def check(settings: Settings, world: World) -> None:
         whole_number("bench --root-rank", None, settings.root, 0, world.size - 1, expected=expected)
     if settings.plot and world.size < 2:
         raise ConfigError("bench --plot", expected="2 ranks or more", got="1")
-    if settings.plot:
-        on_rank_0(world.comm, check_drawable)
     check_writable("bench", settings.files, world)
     arrays = 2 if settings.benchmark in PAIRS or settings.style == "nccl" else 1
     if settings.benchmark in ("allgather", *BLOCKS):

@@ -27,11 +27,10 @@ from .measure import (
     alternate,
     bus_factor,
     gather,
+    sleeping_barrier,
     timing,
     wrong,
 )
-
-PATTERNS = ("latency", "pt2pt", "bandwidth", "bibandwidth", "multi_pair")
 
 _TOKEN, _DATA = 1, 2  # tags
 
@@ -83,7 +82,7 @@ class PairExchange:
 
     Args:
         name: the name in the output.
-        pattern: one of `PATTERNS`.
+        pattern: one of `command.PAIRS`.
         messages: the calls to time.
         data: the contents of the messages.
         x: the send buffer, shape ``(count,)``.
@@ -149,7 +148,7 @@ class Ranks:
     """The pairs of a pattern, and their synchronization. Every rank must create it.
 
     Args:
-        pattern: one of `PATTERNS`.
+        pattern: one of `command.PAIRS`.
         world: all ranks.
 
     Raises:
@@ -184,20 +183,6 @@ class Ranks:
                 comm.isend(self._token, self.peer, _TOKEN).wait()
             else:
                 comm.irecv(self._token, self.peer, _TOKEN).wait()
-
-    def rejoin(self) -> None:
-        """Let the other ranks sleep until the active ranks are done; polling would take CPU time from them."""
-        comm, half = self._world.comm, self._world.size // 2
-        if self.pairs > 1:
-            return
-        if self.active:
-            others = [rank for rank in range(1, self._world.size) if rank != half]
-            for rank in others if self._world.rank == 0 else ():
-                comm.isend(self._token, rank, _TOKEN).wait()
-            return
-        request = comm.irecv(self._token, 0, _TOKEN)
-        while not request.test():
-            time.sleep(0.001)
 
 
 @dataclass(frozen=True)
@@ -245,7 +230,7 @@ def sweep_pairs(
             mine = (data, x[:count], y[:count], world.rank, ranks.peer, how.window)
             candidates = [PairExchange(name, how.pattern, messages, *mine) for name, messages in calls.items()]
             timings = alternate(candidates, ranks.meet, how.schedule(nbytes, len(calls)), how.validate)
-        ranks.rejoin()
+        sleeping_barrier(world)  # polling ranks would take time from the active ones
         figures = {name: _pair_figures(how, series, ranks, nbytes) for name, series in gather(world, timings).items()}
         yield {"nbytes": nbytes, "count": count, **figures.pop("own"), **figures}
 
@@ -382,11 +367,6 @@ LIBRARY: dict[str, Call] = {
     "scatter": lambda x, out, how, world: _mpi(world).Scatter(x if world.rank == how.root else None, out, how.root),
 }
 """The MPI library's own collectives, in place unless they are of `BLOCKS`."""
-
-
-def ours(name: str, data: FreshData, x: np.ndarray, world: World, how: dict[str, Any]) -> MeasuredCollective:
-    """Return hpcdp's allreduce of ``x`` in place as a candidate; ``how`` has its ``algorithm`` and ``op``."""
-    return MeasuredCollective(name, data, x, x, lambda: collectives.allreduce(x, world=world, **how))
 
 
 def exchange(

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from ..comm import World
 from ..comm.consistency import on_rank_0
@@ -34,6 +33,7 @@ _BFLOAT16_EPS = 2.0**-7
 # Gloo's threads still send to other ranks after a call has returned. A rank that spins in the next barrier would keep
 # them from the core, so all candidates start their turns after the same pause.
 _SETTLE_S = 0.0005
+_NAP_S = 0.0002
 
 
 def bus_factor(ranks: int, collective: str = "allreduce") -> float:
@@ -246,6 +246,22 @@ def gather(world: World, series: dict[str, Series]) -> dict[str, list[Series]]:
     return {name: [Series(*rank[name]) for rank in ranks] for name in series}
 
 
+def sleeping_barrier(world: World) -> None:
+    """Synchronize all ranks by a barrier that sleeps while it waits, so that other ranks can use the cores."""
+    token = np.zeros(1, np.uint8)
+    if world.rank:
+        world.comm.isend(token, 0).wait()
+        answer = world.comm.irecv(token, 0)
+        while not answer.test():
+            time.sleep(_NAP_S)
+        return
+    for arrived in [world.comm.irecv(np.empty_like(token), rank) for rank in range(1, world.size)]:
+        while not arrived.test():
+            time.sleep(_NAP_S)
+    for rank in range(1, world.size):
+        world.comm.isend(token, rank).wait()
+
+
 @dataclass
 class Timing:
     """Latencies in microseconds: OSU's ``avg``, ``minimum`` and ``maximum`` over the ranks' means.
@@ -276,11 +292,6 @@ def timing(ranks: Sequence[Series]) -> Timing:
 def median_ratio(numerator: Sequence[float] | np.ndarray, denominator: Sequence[float] | np.ndarray) -> float:
     """Return the median of the ratios of pairs, in which other load on both members of a pair cancels out."""
     return float(np.median(np.asarray(numerator, np.float64) / np.asarray(denominator, np.float64)))
-
-
-def largest_difference(actual: npt.ArrayLike, expected: npt.ArrayLike) -> float:
-    """Return the largest relative difference of elements; NaN if one is NaN, unlike Python's ``max``."""
-    return float(np.max(np.abs(np.asarray(actual, np.float64) / np.asarray(expected, np.float64) - 1)))
 
 
 def wrong(ranks: Sequence[Series]) -> int:
@@ -419,16 +430,6 @@ def as_json(report: dict[str, Any]) -> str:
     return json.dumps(report, indent=1) + "\n"
 
 
-def write_json(path: str | None, world: World, report: dict[str, Any]) -> None:
-    """Write ``report`` on rank 0 unless ``path`` is None; every rank must call.
-
-    Raises:
-        ConfigError: the file cannot be written; on every rank.
-    """
-    if path:
-        on_rank_0(world.comm, lambda: write(path, as_json(report)))
-
-
 _VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "sve": "SVE", "asimd": "NEON"}
 """Vector extensions by their flag in Linux, the widest first."""
 _REPOSITORY = Path(__file__).resolve().parents[2]
@@ -468,11 +469,6 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             installed[name] = metadata.version(name)
     return installed
-
-
-def software(machine: dict[str, Any]) -> list[str]:
-    """Return texts with the versions of Python and of packages, from the result of `describe`."""
-    return [f"Python {machine['python']}", *(f"{name} {version}" for name, version in machine["versions"].items())]
 
 
 def processor() -> dict[str, Any]:

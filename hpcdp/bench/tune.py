@@ -47,6 +47,7 @@ from .measure import (
     median_ratio,
     pin_to_own_core,
     size_range,
+    sleeping_barrier,
     turn_medians,
     wrong,
 )
@@ -56,8 +57,8 @@ _SHORT_NBYTES, _LONG_NBYTES, _STAGED_NBYTES = 4, 1 << 20, 256 << 10
 _FAR_NBYTES = 4 << 20  # networks transfer short bursts faster than their rate
 _SIZES = (4 << 10, 64 << 10, _LONG_NBYTES, 4 << 20, 16 << 20, 64 << 20)
 _NODE_NBYTES = 512 << 20  # total bytes of the arrays in a node, so many ranks use smaller arrays
-_TOKEN, _DATA = 1, 2  # tags
-_LINK_NBYTES, _LINK_REPEATS, _NAP_S = 8 << 20, 5, 0.0002
+_DATA = 2  # a tag
+_LINK_NBYTES, _LINK_REPEATS = 8 << 20, 5
 _COPIED_NBYTES = 256 << 20  # more than the caches hold
 
 Row = dict[str, Any]
@@ -150,20 +151,13 @@ def _between(world: World, pairs: Sequence[tuple[int, int]], measure: Callable[[
 
     Ranks without a pair sleep, because polling would take a core from the measured ones.
     """
-    token = np.zeros(1, np.uint8)
     peers = dict(pairs) | {second: first for first, second in pairs}
     firsts = [first for first, _ in pairs]
     value = 0.0
     world.barrier()
     if world.rank in peers:
         value = measure(world.rank in firsts, peers[world.rank])
-        for rank in range(world.size) if world.rank == firsts[0] else ():
-            if rank not in peers:
-                world.comm.isend(token, rank, _TOKEN).wait()
-    else:
-        done = world.comm.irecv(token, firsts[0], _TOKEN)
-        while not done.test():
-            time.sleep(0.001)
+    sleeping_barrier(world)
     values = world.comm.allgather_json(value)
     return float(max(values[first] for first in firsts))
 
@@ -347,22 +341,6 @@ def _swap(world: World, token: np.ndarray, peer: int) -> None:
     sent = world.comm.isend(token, peer)
     world.comm.irecv(np.empty_like(token), peer).wait()
     sent.wait()
-
-
-def sleeping_barrier(world: World) -> None:
-    """Synchronize all ranks by a barrier that sleeps while it waits, so that other ranks can use the cores."""
-    token = np.zeros(1, np.uint8)
-    if world.rank:
-        world.comm.isend(token, 0).wait()
-        answer = world.comm.irecv(token, 0)
-        while not answer.test():
-            time.sleep(_NAP_S)
-        return
-    for arrived in [world.comm.irecv(np.empty_like(token), rank) for rank in range(1, world.size)]:
-        while not arrived.test():
-            time.sleep(_NAP_S)
-    for rank in range(1, world.size):
-        world.comm.isend(token, rank).wait()
 
 
 Predictor = Callable[[Row], dict[str, float]]

@@ -305,7 +305,7 @@ class Messages(Protocol):
 class Communicator(Messages, Protocol):
     """A group of ranks that exchange messages.
 
-    Arrays are NumPy's; with CUDA-aware messages (`cuda_memory.agreed`) `isend` and `irecv` take CuPy's too. No pending
+    Arrays are NumPy's; with CUDA-aware messages (`cuda_aware.agreed`) `isend` and `irecv` take CuPy's too. No pending
     GPU work may then write to a sent array or use a receive buffer, and received data are valid when the request is
     complete.
     """

@@ -43,14 +43,13 @@ from ..core.checks import described, one_of
 from ..core.environment import (
     THREAD_VARIABLES,
     enter_replica,
-    exit_status,
     is_launched,
     launched_rank,
     launched_ranks,
     outlives_ranks,
-    record_exit_status,
     speaks,
 )  # fmt: skip
+from ..core.exit import exit_status, record_exit_status
 from ..core.sockets import kept_to_interface
 from ..errors import ConfigError, LaunchError, UnsupportedError, to_stderr
 from . import shared_memory, thread_comm

@@ -1,4 +1,4 @@
-"""The environment of a process: launcher, interpreter, exit status and replica number.
+"""The environment of a process: launcher, interpreter and replica number.
 
 Where launchers are nested, such as mpirun in a job of srun, the innermost one counts: inside mpirun the variables of
 Slurm describe its daemons.
@@ -17,7 +17,7 @@ import sys
 import time
 from _thread import _local  # threading.local, without the 3 ms that importing threading takes
 from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn, TextIO
+from typing import TextIO
 
 
 def apart() -> tuple[str, ...]:
@@ -170,45 +170,3 @@ def enter_replica(number: int) -> None:
 def enter_replica_of_thread(number: int) -> None:
     """Give this thread a replica number of its own, as a rank that is a thread needs."""
     _of_thread.number = number
-
-
-_status = 0
-
-
-def exit_status() -> int:
-    """Return the status of the last uncaught `sys.exit`, which is the program's exit status; 0 before any."""
-    return _status
-
-
-class _Exit(SystemExit):
-    __module__ = "builtins"
-
-    @property
-    def code(self) -> Any:  # type: ignore[override]
-        code = vars(SystemExit)["code"].__get__(self)
-        if sys._getframe().f_back is None:  # the interpreter itself reads the code: the program has ended
-            global _status
-            _status = code & 0xFF if isinstance(code, int) else int(code is not None)
-        return code
-
-    def __reduce__(self) -> tuple[type[SystemExit], tuple[Any, ...]]:  # to be sent to another process
-        return SystemExit, self.args
-
-
-_Exit.__name__ = _Exit.__qualname__ = SystemExit.__name__  # in tracebacks
-
-
-def _exit(status: object = None, /) -> NoReturn:
-    """Replace `sys.exit`."""
-    raise _Exit(status)
-
-
-def record_exit_status() -> None:
-    """Record the status that the program passes to `sys.exit` from now on; `exit_status` returns it.
-
-    Python calls no hook for SystemExit, but the interpreter reads the code of one that nobody has caught. In jobs of
-    several ranks `sys.exit` therefore raises an exception that records the reading. hpcdp calls this at import, because
-    ``sys.exit(main())`` looks up the name before it calls ``main``. A SystemExit that the program makes itself, ``raise
-    SystemExit(3)``, is not recorded.
-    """
-    sys.exit = _exit

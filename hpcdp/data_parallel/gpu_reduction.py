@@ -21,10 +21,11 @@ from functools import partial
 import numpy as np
 
 from ..collectives import compressed
-from ..comm import Communicator, Reduction, Request, World, cuda_memory, gpu_groups
+from ..comm import Communicator, Reduction, Request, World, gpu_rows
 from ..comm.communicator import PolledRequest, Steps, StepsTo, make_tag, resolve, split, wait_for
 from ..comm.consistency import on_every_rank
-from ..comm.cuda_memory import SUMMED_KINDS, GpuTransport, NodeRows, Part, RowSize, lone_rows, parts_of
+from ..comm.gpu_rows import cuda_aware
+from ..comm.gpu_rows.transport import SUMMED_KINDS, GpuTransport, NodeRows, Part, RowSize, lone_rows, parts_of
 from ..comm.shared_memory import PrivateMemory
 from ..comm.tasks import LANES, TAGS, ProgressEngine, TaskGroup, in_lanes, segments, together
 from ..comm.watchdog import WatchedBarrier
@@ -486,10 +487,10 @@ class GpuReduction(BucketReduction):
         sharded: leave each shard of the sums with its owner in the node, until `gather` copies it to the others.
 
     Raises:
-        DeviceError: another device is current; on all ranks. Also see `gpu_groups.make`.
-        ConfigError: see `cuda_memory.agreed`; on all ranks.
+        DeviceError: another device is current; on all ranks. Also see `gpu_rows.make`.
+        ConfigError: see `cuda_aware.agreed`; on all ranks.
         UnsupportedError: parameters on several GPUs, on all ranks; dtypes that cannot be sent between nodes. Also see
-            `gpu_groups.make`.
+            `gpu_rows.make`.
     """
 
     orders_by_stream = True
@@ -519,7 +520,7 @@ class GpuReduction(BucketReduction):
         if compression is not None and compression.inside_nodes:
             self._rows, way = lone_rows(streams, sizes), GpuTransport.HOST
         else:
-            self._rows, way = gpu_groups.make(world, streams, sizes)
+            self._rows, way = gpu_rows.make(world, streams, sizes)
         self.way = way
         alone = way is GpuTransport.HOST
         owners, ranks, self._rank = (1, 1, 0) if alone else (world.num_rails, world.local_size, world.local_rank)
@@ -535,7 +536,7 @@ class GpuReduction(BucketReduction):
         self.coder: CodeStaging | None = None
         if self.sends_messages:
             _require_sums_on_the_host(sizes)
-            self.goes_direct = compression is None and cuda_memory.agreed(world)[0]
+            self.goes_direct = compression is None and cuda_aware.agreed(world)[0]
             if self.goes_direct:
                 world.keep(GPU_OF_MESSAGES, lambda: streams.device)
             if self._across is not None and compression is not None:

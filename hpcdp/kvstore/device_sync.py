@@ -22,7 +22,7 @@ import numpy as np
 
 from ..comm import Communicator, World
 from ..comm.communicator import OPERATION_BITS, Steps
-from ..comm.cuda_memory import SUMMED_KINDS
+from ..comm.gpu_rows.transport import SUMMED_KINDS
 from ..comm.shared_memory import ProgressCounters
 from ..core.arrays import Array, is_cupy, is_host
 from ..core.devices import Device, Event, Streams, to_device_of

@@ -1,27 +1,17 @@
-"""Argument parsers of commands and rank programs, and the checks of a job before its launch."""
+"""Argument parsers of commands and rank programs."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import math
-import os
 import re
-import shlex
-import shutil
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from ..core.environment import launched_ranks
-from ..errors import ConfigError, DataError, LaunchError
-from . import ProgramMissingError, hosts, mpi_library
-from .mpirun_output import fail
-from .runner import FORWARDED, say
-from .spec import Job
+from ..core.exit import fail
+from ..errors import ConfigError, DataError
 
 Number = TypeVar("Number", int, float)
 
@@ -126,158 +116,3 @@ def at_least(smallest: Number) -> Callable[[str], Number]:
         return value
 
     return number
-
-
-# execve(2): the interpreter's path ends at a blank or at the end of the line
-_FIRST_LINE = re.compile(rb"#![ \t]*([^ \t\n]*)")
-_PYTHON = re.compile(r"python[0-9.]*")
-_LIMIT_VARIABLES = ("HPCDP_STALL_S", "HPCDP_TIMEOUT_S")
-
-
-def check(job: Job, *, several_hosts: bool = False) -> list[str]:
-    """Check that ``job`` can be launched from this process, and return the words of `Job.mpi_args`.
-
-    Args:
-        job: the program and its options.
-        several_hosts: whether the job will run on more than one host.
-
-    Raises:
-        LaunchError: this process is itself a rank; the program is missing here; ``mpi_args`` has an open quote.
-        ConfigError: the network interface is missing or reaches no other host; a watchdog limit is invalid.
-    """
-    refuse_rank("launch ranks")
-    if any(name in os.environ for name in _LIMIT_VARIABLES):
-        _check_limits()
-    try:
-        mpi_args = shlex.split(job.mpi_args)
-    except ValueError as error:
-        raise LaunchError("launch --mpi-args", expected="closed quotes", got=f"{job.mpi_args!r}: {error}") from error
-    if job.interface is not None:
-        hosts.check(job.interface, several_hosts=several_hosts)
-    check_program(job.program[0], job.env.get("PATH"))
-    return mpi_args
-
-
-def refuse_rank(operation: str) -> None:
-    """Raise `LaunchError` in a rank of a job, which cannot launch another one."""
-    if (ranks := launched_ranks()) is not None:
-        got = f"a rank of a job of {ranks} that mpirun or srun started"
-        remedy = "call the program itself, or remove the outer mpirun or srun"
-        raise LaunchError(operation, expected="a plain shell", got=got, remedy=remedy)
-
-
-def warn_of_other_library(job: Job, family: str) -> None:
-    """Warn on stderr if the program's virtual environment has an MPI library of another family than ``family``.
-
-    Each rank would then be a world of one.
-    """
-    other = mpi_library.of_other_environment(job.program[0])
-    if other is None or other.family == family or "MPI4PY_LIBMPI" in {**os.environ, **job.env}:
-        return
-    say(
-        f"the environment of {job.program[0]} has {other.name}, but {mpi_library.FAMILIES[family]} starts it: "
-        f"its ranks will be worlds of one; use {other.path.parent.parent}/bin/hpcdp launch"
-    )
-
-
-def missing_module(job: Job, module: str) -> LaunchError | None:
-    """Return the error of a rank that cannot import ``module`` because it runs another Python; else None.
-
-    The launcher does not change PATH, so ``python`` without an activated environment is another Python.
-    """
-    theirs = _python_of(job)
-    if theirs is not None and _is_this_python(theirs):
-        return None
-    if (theirs is None and module != "hpcdp") or importlib.util.find_spec(module) is None:
-        return None
-    activate = Path(sys.prefix, "bin", "activate")
-    remedies = [f"activate its environment with . {activate}"] if activate.exists() else []
-    remedies += [f"give its path: hpcdp launch ... -- {sys.executable} ..."]
-    return LaunchError(
-        f"launch {job.program[0]!r}",
-        expected=f"{sys.executable}, which has the module {module}",
-        got=f"{theirs or 'another Python'}, which lacks it",
-        remedy=", or ".join(remedies),
-    )
-
-
-def _python_of(job: Job) -> Path | None:
-    """Return the Python that runs the program of ``job``; None for other programs, and where only a shell knows."""
-    path = job.env.get("PATH")
-    program = shutil.which(job.program[0], path=path)
-    if program is not None and not _PYTHON.fullmatch(Path(program).name):
-        try:
-            with open(program, "rb") as file:
-                first = os.fsdecode(file.readline(512))
-        except OSError:  # executable, but not readable
-            return None
-        words = first.removeprefix("#!").split() if first.startswith("#!") else []
-        if words and Path(words[0]).name == "env":
-            words = [word for word in words[1:] if not word.startswith("-")]
-        program = shutil.which(words[0], path=path) if words and _PYTHON.fullmatch(Path(words[0]).name) else None
-    return None if program is None else Path(program).absolute()
-
-
-def _is_this_python(other: Path) -> bool:
-    """Return whether ``other`` has this Python's modules; compares folders, as an environment's Python is a link."""
-    own = Path(sys.executable)
-    return other.parent.resolve() == own.parent.resolve() and other.resolve() == own.resolve()
-
-
-def check_binding(job: Job, family: str, processes: int, cores: int, host: str) -> None:
-    """Raise `LaunchError` where Open MPI could not bind each process on ``host`` to a core; it then starts none."""
-    if family == "openmpi" and job.bind not in (None, "none") and processes > cores:
-        raise LaunchError(
-            f"launch --bind {job.bind}", expected=f"at most {cores} processes, the cores of {host}", got=processes
-        )
-
-
-def check_program(name: str, path: str | None = None) -> None:
-    """Raise `LaunchError` unless this machine can run the program; ``path`` replaces this process's PATH.
-
-    Raises:
-        ProgramMissingError: there is no such program.
-        LaunchError: the file is not executable, or a script whose interpreter execve(2) would not find.
-    """
-    program = shutil.which(name, path=path)
-    if program is not None:
-        _check_first_line(name, Path(program))
-    elif os.path.isfile(name) and not os.access(name, os.X_OK):
-        remedy = "put its interpreter before it, e.g. python, or make it executable with chmod +x"
-        raise LaunchError(f"launch {name!r}", got="a file that is not executable", remedy=remedy)
-    else:
-        raise ProgramMissingError(f"launch {name!r}", got="no such program", remedy="check its name and PATH")
-
-
-def _check_first_line(name: str, program: Path) -> None:
-    """Raise `LaunchError` for a script without ``#!``, which execve(2) refuses, or with a missing interpreter."""
-    try:
-        with program.open("rb") as file:
-            beginning = file.read(512)
-    except OSError:  # executable, but not readable
-        return
-    script = _FIRST_LINE.match(beginning)
-    if script is None and b"\0" not in beginning:
-        raise LaunchError(
-            f"launch {name!r}",
-            got="a script without a first line that begins with #!",
-            remedy="begin it with e.g. #!/bin/sh, or put its interpreter before it, e.g. bash",
-        )
-    if script is not None and not os.path.exists(script[1]):
-        interpreter = os.fsdecode(script[1])
-        raise LaunchError(
-            f"launch {name!r}",
-            got=f"a script of {interpreter!r}, which does not exist",
-            remedy="convert its Windows line ends: sed -i 's/\\r$//'" if "\r" in interpreter else None,
-        )
-
-
-def _check_limits() -> None:
-    # The import loads NumPy, whose threads must not receive this thread's signals.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*FORWARDED, signal.SIGTSTP})
-    try:
-        from ..comm.watchdog import limits_s
-
-        limits_s()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -11,12 +11,15 @@ that all ranks on several hosts were killed at once, and sometimes waits for the
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import re
 import select
+import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,11 +29,12 @@ from ..core.environment import PMI_OF_SRUN, SAVE_AT
 from ..core.sockets import keep_to_interface
 from ..errors import LaunchError, shortened, to_stderr
 from . import hosts as launch_hosts
-from . import live, process_monitor
+from . import process_monitor, rank_output
 from .guard_client import Guards
 from .mpi_library import is_open_mpi_4, runtimes
-from .mpirun_output import LOST_CONNECTION_STATUS, TOLD, FailedRank, MpirunStderr, first_failure
+from .mpirun_stderr import LOST_CONNECTION_STATUS, TOLD, FailedRank, MpirunStderr, first_failure
 from .process_monitor import End, Start, Watch, adopt, bound, end_orphans, name_of
+from .spec import Job
 
 # DOTALL: the name of a program may have line breaks.
 _START = re.compile(r"^\(rank, host, exe, pid\) = \(([0-9]+), ([^,]*), .*?, ([0-9]+)\)$", re.MULTILINE | re.DOTALL)
@@ -148,50 +152,44 @@ _OF_ERRORS = (1, 2, 127)
 """Exit statuses of commands and programs that have written the reason."""
 _LONGEST_ERROR = 300
 _SI_KERNEL = 0x80
+_PYTHON = re.compile(r"python[0-9.]*")
 
 
 def supervise(
     command: Sequence[str],
     environ: Mapping[str, str],
-    ranks: int,
     family: str,
-    servers: int = 0,
+    job: Job,
     usr1_has_come: Callable[[], bool] | None = None,
     *,
     elsewhere: int = 0,
     guards: Guards | None = None,
     hosts: Sequence[str | None] = (),
-    asked: str = "",
-    verbose: bool = False,
     interface: str | None = None,
-    missing_module: Callable[[str], object | None] = lambda module: None,
 ) -> int:
     """Run ``command`` until it and all processes that it has started have ended.
 
     Args:
         command: an mpirun of ``family`` or an srun, with its arguments.
         environ: all environment variables of the command.
-        ranks: number of processes that it starts, including servers.
         family: ``"openmpi"``, ``"mpich"`` or ``"srun"``.
-        servers: number of servers, which are the last ranks.
+        job: the job that it runs.
         usr1_has_come: see `hpcdp.launch.launchers.local.run`.
-        elsewhere: number of ranks on other hosts.
+        elsewhere: number of ranks and servers on other hosts.
         guards: the guards of those hosts; None where a batch system reaches them, and only mpirun's messages on stderr
             report a lost host.
         hosts: the host of each rank, None for this machine; empty where only mpirun knows, or all run here.
-        asked: the user's arguments in ``command``.
-        verbose: whether to report the processes and cores of the ranks of this machine.
         interface: the only network interface on which ``command`` accepts connections; None for any.
-        missing_module: returns the message for a failed job in which a Python did not find a module, or None.
 
     Returns:
         The job's exit status: 128 + the number of the signal that ended this launcher, or the status of the rank that
         failed first, or the command's; 1 for a job that has lost a host, or that has started no rank.
 
     Raises:
-        LaunchError: mpirun has rejected the arguments ``asked``.
+        LaunchError: mpirun has rejected `Job.mpi_args`.
     """
     global _output
+    ranks, asked = job.ranks + job.servers, "" if family == "srun" else job.mpi_args
     maybe_ignored = (signal.SIGHUP, signal.SIGTSTP, *_AS_SIGTERM)
     ignored = {sign for sign in maybe_ignored if signal.getsignal(sign) == signal.SIG_IGN}  # SIGHUP is, under nohup
     watched = {*FORWARDED, *_AS_SIGTERM, signal.SIGTSTP, signal.SIGCHLD} - ignored
@@ -206,7 +204,7 @@ def supervise(
                 left_behind.enter_context(process_monitor.files_of_mpich_removed())
             elif not elsewhere and not is_open_mpi_4(Path(command[0])):
                 environ, _ = left_behind.enter_context(process_monitor.own_folder(environ))
-            command, shown = live.shown(command, family, asked, is_alone=ranks == 1)
+            command, shown = rank_output.shown(command, family, asked, is_alone=ranks == 1)
             _output = shown
             started = None
             if family == "openmpi":
@@ -221,7 +219,7 @@ def supervise(
                 command, env=environ, preexec_fn=bound(blocked), stdout=None if shown is None else shown.end,
                 stderr=words.end, **apart,
             )  # fmt: skip
-            with contextlib.closing(Watch(mpirun.pid, ranks - elsewhere, watched, servers, elsewhere)) as watch:
+            with contextlib.closing(Watch(mpirun.pid, ranks - elsewhere, watched, job.servers, elsewhere)) as watch:
                 if guards is not None:
                     guards.attach(watch)
                 words.attach(watch)
@@ -231,7 +229,7 @@ def supervise(
                     started.attach(watch, guards)
                 goes_on = "--with-ft" in command  # Open MPI with ULFM: the surviving ranks continue
                 ended_by, was_stuck = _forward_signals(
-                    mpirun, watch, usr1_has_come, guards, words, started, verbose, goes_on, family, interface
+                    mpirun, watch, usr1_has_come, guards, words, started, job.verbose, goes_on, family, interface
                 )  # fmt: skip
                 failed = watch.failed  # before the late messages below
                 if shown is not None:
@@ -253,7 +251,7 @@ def supervise(
     words.show()
     if ended_by is not None:
         return 128 + ended_by
-    other_python = missing_module(words.no_module) if mpirun.returncode and words.no_module is not None else None
+    other_python = _missing_module(job, words.no_module) if mpirun.returncode and words.no_module is not None else None
     if lost:
         for message in lost.values():
             say(message)
@@ -293,6 +291,50 @@ def supervise(
     if other_python is not None:
         say(other_python)
     return status
+
+
+def _missing_module(job: Job, module: str) -> LaunchError | None:
+    """Return the error of a rank that cannot import ``module`` because it runs another Python; else None.
+
+    The launcher does not change PATH, so ``python`` without an activated environment is another Python.
+    """
+    theirs = _python_of(job)
+    if theirs is not None and _is_this_python(theirs):
+        return None
+    if (theirs is None and module != "hpcdp") or importlib.util.find_spec(module) is None:
+        return None
+    activate = Path(sys.prefix, "bin", "activate")
+    remedies = [f"activate its environment with . {activate}"] if activate.exists() else []
+    remedies += [f"give its path: hpcdp launch ... -- {sys.executable} ..."]
+    return LaunchError(
+        f"launch {job.program[0]!r}",
+        expected=f"{sys.executable}, which has the module {module}",
+        got=f"{theirs or 'another Python'}, which lacks it",
+        remedy=", or ".join(remedies),
+    )
+
+
+def _python_of(job: Job) -> Path | None:
+    """Return the Python that runs the program of ``job``; None for other programs, and where only a shell knows."""
+    path = job.env.get("PATH")
+    program = shutil.which(job.program[0], path=path)
+    if program is not None and not _PYTHON.fullmatch(Path(program).name):
+        try:
+            with open(program, "rb") as file:
+                first = os.fsdecode(file.readline(512))
+        except OSError:  # executable, but not readable
+            return None
+        words = first.removeprefix("#!").split() if first.startswith("#!") else []
+        if words and Path(words[0]).name == "env":
+            words = [word for word in words[1:] if not word.startswith("-")]
+        program = shutil.which(words[0], path=path) if words and _PYTHON.fullmatch(Path(words[0]).name) else None
+    return None if program is None else Path(program).absolute()
+
+
+def _is_this_python(other: Path) -> bool:
+    """Return whether ``other`` has this Python's modules; compares folders, as an environment's Python is a link."""
+    own = Path(sys.executable)
+    return other.parent.resolve() == own.parent.resolve() and other.resolve() == own.resolve()
 
 
 def _waiting_for_reader(watch: Watch, ended_by: int | None) -> Callable[[], bool]:
@@ -557,7 +599,7 @@ def _tell_of_starts(watch: Watch, num_reported: int) -> int:
     return len(watch.starts)
 
 
-_output: live.Shown | None = None
+_output: rank_output.Shown | None = None
 """The output of the last job's ranks, so that `say` begins a new line after it."""
 
 

@@ -26,7 +26,7 @@ from ..core import files
 from ..core.checks import check_name, matching, whole_number
 from ..core.files import data_folder, require_private
 from ..errors import ConfigError, HpcdpError, LaunchError, listed
-from .batch import SLURM
+from .launchers.batch import SLURM
 
 LAUNCHERS = ("srun", "mpirun")
 FILE = "hpcdp-site.toml"

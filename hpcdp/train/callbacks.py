@@ -75,7 +75,7 @@ class ShowProgress(Callback):
     def __init__(self, verbose: bool = False) -> None:
         self._verbose = verbose
         self._latest: Record | None = None
-        self._display: progress.Progress | None = None
+        self._display: progress.LogProgress | progress.TerminalProgress | None = None
         self._done = 0
 
     def on_resume(self, epochs: int, steps: int) -> None:

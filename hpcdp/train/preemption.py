@@ -22,7 +22,7 @@ from ..comm.communicator import Request
 from ..comm.watchdog import Watchdog
 from ..core.checks import number
 from ..core.environment import SAVE_AT, speaks, started_by_srun
-from . import stop_signal
+from .runs import stop_signal
 
 STOPPED = os.EX_TEMPFAIL
 """The exit status 75 of a run that stopped early and can resume: start it again with ``--resume auto``."""

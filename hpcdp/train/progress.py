@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import statistics
 import sys
@@ -9,43 +10,22 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 import numpy as np
 
 from ..core.checks import file_name
-from ..core.files import replaced
 from ..errors import ConfigError, HpcdpError, shortened, type_named
-from .metrics import Record
+from .metrics import Record, replace_file
 
 _REFRESH_S = 0.1
 _LOG_EVERY_S = 10.0
 _COLUMNS = 79
 
 
-class Progress(Protocol):
-    """The output of one run."""
-
-    def step(self, epoch: int, step: int, latest: Record | None) -> None:
-        """Show a step; cheap enough to call after each one.
-
-        Args:
-            epoch: the current epoch, counted from 1.
-            step: the step within the epoch, counted from 1.
-            latest: the last record of kind "step", None before the first.
-        """
-        ...
-
-    def epoch(self, record: Record) -> None:
-        """Show a completed epoch by its record."""
-        ...
-
-    def close(self) -> None:
-        """End the output, also of an interrupted run."""
-        ...
-
-
-def create(epochs: int, steps: int, done: int = 0, stream: TextIO | None = None, *, verbose: bool = False) -> Progress:
+def create(
+    epochs: int, steps: int, done: int = 0, stream: TextIO | None = None, *, verbose: bool = False
+) -> LogProgress | TerminalProgress:
     """Return the progress output for a terminal or a log.
 
     Args:
@@ -101,17 +81,23 @@ class LogProgress:
         self._shown = time.monotonic()
 
     def step(self, epoch: int, step: int, latest: Record | None) -> None:
-        """See `Progress.step`."""
+        """Show a step; cheap enough to call after each one.
+
+        Args:
+            epoch: the current epoch, counted from 1.
+            step: the step within the epoch, counted from 1.
+            latest: the last record of kind "step", None before the first.
+        """
         if time.monotonic() - self._shown >= _LOG_EVERY_S:
             left = self._eta.text((epoch - 1) * self._steps + step)
             self._print(f"epoch {epoch}/{self._epochs}  step {step}/{self._steps}  {_numbers(latest)}  ETA {left}")
 
     def epoch(self, record: Record) -> None:
-        """See `Progress.epoch`."""
+        """Show a completed epoch by its record."""
         self._print("\n".join(epoch_lines(record, self._epochs, self._verbose)))
 
     def close(self) -> None:
-        """See `Progress.close`."""
+        """End the output, also of an interrupted run."""
 
     def _print(self, line: str) -> None:
         self._shown = time.monotonic()
@@ -147,7 +133,7 @@ class TerminalProgress:
         self._bars.start()
 
     def step(self, epoch: int, step: int, latest: Record | None) -> None:
-        """See `Progress.step`."""
+        """See `LogProgress.step`."""
         now = time.monotonic()
         if now - self._shown < _REFRESH_S:
             return
@@ -162,12 +148,12 @@ class TerminalProgress:
         self._bars.refresh()
 
     def epoch(self, record: Record) -> None:
-        """See `Progress.epoch`."""
+        """See `LogProgress.epoch`."""
         for line in epoch_lines(record, self._epochs, self._verbose):
             self._bars.console.print(line, markup=False)
 
     def close(self) -> None:
-        """See `Progress.close`."""
+        """See `LogProgress.close`."""
         self._bars.stop()
 
 
@@ -259,8 +245,8 @@ def draw_curves(records: Sequence[Record], path: str | Path, title: str = "") ->
 
     figure, (loss_axes, accuracy_axes) = styled(2, (9.0, 3.6), columns=2)
     for axes, name, unit in ((loss_axes, "loss", ""), (accuracy_axes, "accuracy", "%")):
-        train = _points(records, "step", name)
-        test = _points(records, "epoch", f"test_{name}")
+        train = points(records, "step", name)
+        test = points(records, "epoch", f"test_{name}")
         marker = "o" if len(train[0]) == 1 else None  # one point is no line
         axes.plot(*train, color=_TRAIN, linewidth=1.4, marker=marker, markersize=3.5, label="training")
         axes.plot(*test, color=_TEST, linewidth=1.4, marker="o", markersize=3.5, label=_label(test[1], unit))
@@ -269,19 +255,21 @@ def draw_curves(records: Sequence[Record], path: str | Path, title: str = "") ->
         axes.set_xlim(left=0)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.legend(frameon=False, loc="upper right" if name == "loss" else "lower right")
-    if any(value and value > 0 for value in _points(records, "step", "loss")[1]):
+    if any(value and value > 0 for value in points(records, "step", "loss")[1]):
         by_powers(loss_axes)
     accuracy_axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    accuracies = [*_points(records, "epoch", "test_accuracy")[1], *_points(records, "step", "accuracy")[1]]
+    accuracies = [*points(records, "epoch", "test_accuracy")[1], *points(records, "step", "accuracy")[1]]
     _zoom_to_the_end(accuracy_axes, accuracies)
     if title:
         figure.suptitle(title, fontsize=10.5)
-    _write(figure, Path(path))
+    replace_file(Path(path), png(figure))
 
 
-def _write(figure: Any, path: Path) -> None:
-    with replaced(path) as part, open(part, "wb") as file:
-        figure.canvas.print_png(file)
+def png(figure: Any) -> bytes:
+    """Return a figure of `styled` as the contents of a PNG file."""
+    stream = io.BytesIO()
+    figure.canvas.print_png(stream)
+    return stream.getvalue()
 
 
 class Animator:
@@ -336,7 +324,7 @@ class Animator:
         axes.set_xlabel(self.xlabel)
         axes.set_ylabel(self.ylabel)
         axes.legend(frameon=False)
-        _write(figure, self.path)
+        replace_file(self.path, png(figure))
 
 
 def styled(count: int, size: tuple[float, float], columns: int = 1) -> tuple[Any, list[Any]]:
@@ -366,9 +354,10 @@ def by_powers(axes: Any) -> None:
     axes.yaxis.set_minor_locator(NullLocator())
 
 
-def _points(records: Sequence[Record], kind: str, name: str) -> tuple[list[float], list[float]]:
-    points = [r for r in records if r["kind"] == kind and r.get(name) is not None]
-    return [r["epoch"] for r in points], [min(r[name], LARGEST) for r in points]
+def points(records: Sequence[Record], kind: str, name: str) -> tuple[list[float], list[float]]:
+    """Return the epochs and the values of a metric in the records of one ``kind``, at most `LARGEST`."""
+    shown = [record for record in records if record["kind"] == kind and record.get(name) is not None]
+    return [record["epoch"] for record in shown], [min(record[name], LARGEST) for record in shown]
 
 
 def _label(values: Sequence[float], unit: str) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import html
-import io
 import os
 import socket
 import statistics
@@ -30,7 +29,7 @@ from ..data_parallel.trainer import BaseTrainer
 from ..engine.engine import Span, Trace
 from ..errors import ConfigError, DataError, shortened
 from .metrics import Record, read_metrics
-from .progress import LARGEST, by_powers, loss_text, slowest_rank, styled
+from .progress import by_powers, loss_text, png, points, slowest_rank, styled
 
 _COLORS = ("#3566a8", "#c8552b", "#3f8f5b", "#8a5aa8", "#b08a1e", "#4a9aa8", "#a84a6b", "#6b6b6b")
 PARTS = {"compute_s": ("computation", "#3566a8"), "data_s": ("data", "#b08a1e"), "exposed_s": ("waiting", "#c8552b")}
@@ -59,8 +58,7 @@ def draw_all(runs: Sequence[Run]) -> dict[str, bytes]:
 
 
 def _points(run: Run, kind: str, name: str) -> tuple[str, list[float], list[float]]:
-    records = [record for record in run.of_kind(kind) if record.get(name) is not None]
-    return kind, [record["epoch"] for record in records], [min(record[name], LARGEST) for record in records]
+    return kind, *points(run.records, kind, name)
 
 
 def _exposed(run: Run) -> tuple[str, list[float], list[float]]:
@@ -96,7 +94,7 @@ def _curves(heading: str, lines: Sequence[tuple[str, Sequence[tuple[str, list[fl
     legend = figure.legend(axes.lines, ["?"] * count, frameon=False, loc="outside lower center", ncols=2, fontsize=9)
     for text, name in zip(legend.get_texts(), names, strict=True):  # labels that begin with _ would be omitted
         text.set(text=name, parse_math=False)
-    return _png(figure)
+    return png(figure)
 
 
 def _by_rank(run: Run) -> dict[str, list[float]]:
@@ -133,7 +131,7 @@ def _ranks(compared: Mapping[str, Mapping[str, Sequence[float]]]) -> bytes:
         if len(ranks) <= _MOST_BARS:
             axes.set_xticks(list(ranks)[:: max(1, len(ranks) // 16)])
         axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9)
-    return _png(figure)
+    return png(figure)
 
 
 def _colors(count: int) -> Sequence[Any]:
@@ -142,12 +140,6 @@ def _colors(count: int) -> Sequence[Any]:
     from matplotlib import colormaps
 
     return [colormaps["turbo"](i / (count - 1)) for i in range(count)]
-
-
-def _png(figure: Any) -> bytes:
-    stream = io.BytesIO()
-    figure.canvas.print_png(stream)
-    return stream.getvalue()
 
 
 STRAGGLES_AT = 1.2
@@ -444,8 +436,8 @@ def page(runs: Sequence[Run], figures: Mapping[str, bytes]) -> str:
     """Return the HTML page about ``runs``; ``figures`` are PNG plots by their headings, see `draw_all`."""
     title = ", ".join(run.name for run in runs)
     parts = [f"<h1>{_text(title)}</h1>", "<h2>Results</h2>", _table(*_results(runs))]
-    for heading, png in figures.items():
-        data = base64.b64encode(png).decode("ascii")
+    for heading, picture in figures.items():
+        data = base64.b64encode(picture).decode("ascii")
         parts += [f"<h2>{_text(heading)}</h2>", f'<img alt="{_text(heading)}" src="data:image/png;base64,{data}">']
     parts += ["<h2>Settings</h2>", _table(*_settings(runs))]
     head = f'<meta charset="utf-8"><title>{_text(title)}</title><style>{_STYLE}</style>'

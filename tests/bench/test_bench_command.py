@@ -516,22 +516,6 @@ def test_misuse_is_told_on_every_rank(ranks: int, given: list[str], says: str) -
         assert says in said and "\n" not in said
 
 
-def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.backends", None)
-    settings = command.parse(["allreduce", "-m", "4:4", "--plot", str(tmp_path / "curve.png")])
-
-    def rank(world: World) -> str:
-        with pytest.raises(ConfigError) as caught:
-            command.run(settings, world)
-        return str(caught.value)
-
-    for said in thread_comm.run(2, rank):
-        assert re.fullmatch("bench --plot: expected matplotlib, got .*; pip install matplotlib", said)
-    assert capsys.readouterr().out == ""
-
-
 def test_each_file_is_one_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "file")
     with raises(ConfigError, operation="bench", expected=["--csv", "--json", "--plot"]):

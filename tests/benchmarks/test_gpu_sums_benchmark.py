@@ -53,8 +53,8 @@ def test_each_job_comes_to_right_results(one_gpu, job):
     json.dumps(found)
     way = "ALONE" if job.ranks_per_node == 1 else "CUDA_IPC"
     said = {
-        "shared": "GB/s of memory", "staging": "GB/s each way", "nccl": "refuses a rank that is not there",
-        "refused": "NCCL refuses, CUDA_IPC is taken", "training": way, "codes": "topk",
+        "shared": "GB/s of memory", "staging": "GB/s each way", "nccl": "refuses a missing rank",
+        "refused": "NCCL refuses, CUDA_IPC is used", "training": way, "codes": "topk",
     }  # fmt: skip
     assert said[job.case] in found["summary"]
     if job.case == "nccl":
@@ -64,7 +64,7 @@ def test_each_job_comes_to_right_results(one_gpu, job):
 @pytest.mark.filterwarnings("ignore:gradients on GPUs", "error:hybridize")
 @pytest.mark.parametrize("job", [job for job in JOBS if job.case == "graphs"], ids=lambda job: job.name)
 def test_jobs_of_graphs_come_to_right_results(few, graphs_on_host, monkeypatch, job):
-    monkeypatch.setattr("hpcdp.comm.cuda_memory._nccl_version", lambda: 0)
+    monkeypatch.setattr("hpcdp.comm.gpu_rows.transport._nccl_version", lambda: 0)
     found = run(job)
     assert found["wrong"] == 0 and "with overlap" in found["summary"]
     assert graphs_on_host.num_graphs == 2 * job.ranks, "one of each trainer: where there is one bucket none is cut"
@@ -92,7 +92,7 @@ def test_nccl_that_refuses_nothing_is_told(one_gpu, monkeypatch):
 
 
 def test_without_nccl_it_is_skipped(one_gpu, monkeypatch):
-    monkeypatch.setattr("hpcdp.comm.cuda_memory._nccl_version", lambda: 0)
+    monkeypatch.setattr("hpcdp.comm.gpu_rows.transport._nccl_version", lambda: 0)
     assert thread_comm.run(1, lambda world: gpu_sums.nccl(world, 50))[0]["summary"] == "skipped: CuPy finds no NCCL"
 
 
@@ -169,7 +169,7 @@ signal.pause()
 
 def test_no_job_begins_when_its_time_is_over(monkeypatch):
     program(monkeypatch, "")
-    assert [row["failed"] for row in run_all(JOBS, "4K", time.monotonic())] == ["not begun: no time left"] * len(JOBS)
+    assert [row["failed"] for row in run_all(JOBS, "4K", time.monotonic())] == ["not started: no time left"] * len(JOBS)
 
 
 @pytest.mark.parametrize(("visible", "seen"), [(None, "0"), ("3,5", "3"), ("GPU-8932f937", "GPU-8932f937"), ("", "")])

@@ -11,8 +11,8 @@ from parameters_on_gpus import show_gpus
 from raises import raises
 from rows_on_gpus import assert_summed, summed_and_brought_to_all, to_gpu
 
-from hpcdp.comm import gpu_groups, thread_comm
-from hpcdp.comm.cuda_memory import GpuTransport, RowSize, parts_of
+from hpcdp.comm import gpu_rows, thread_comm
+from hpcdp.comm.gpu_rows.transport import GpuTransport, RowSize, parts_of
 from hpcdp.comm.tasks import TaskGroup
 from hpcdp.core.arrays import dtype_of
 from hpcdp.core.devices import Streams, gpu
@@ -43,7 +43,7 @@ def total(n, count, dtype="f4"):
 
 def make(world, places, *sizes):
     gpu(places[world.rank]).use()
-    return gpu_groups.make(world, Streams(gpu(places[world.rank])), sizes)
+    return gpu_rows.make(world, Streams(gpu(places[world.rank])), sizes)
 
 
 @pytest.mark.parametrize(

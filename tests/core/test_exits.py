@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from hpcdp.core import environment
+from hpcdp.core import exit as process_exit
 
 TELLS = (
-    "import atexit, sys, hpcdp; from hpcdp.core.environment import exit_status; "
+    "import atexit, sys, hpcdp; from hpcdp.core.exit import exit_status; "
     "atexit.register(lambda: print(exit_status())); "
 )
 
@@ -45,7 +45,7 @@ def test_without_a_launcher_nothing_is_replaced():
 
 def test_what_is_raised_is_taken_for_its_like(monkeypatch):
     monkeypatch.setattr(sys, "exit", sys.exit)
-    environment.record_exit_status()
+    process_exit.record_exit_status()
     with pytest.raises(SystemExit) as caught:
         sys.exit(5)
     sent = pickle.loads(pickle.dumps(caught.value))
@@ -53,4 +53,4 @@ def test_what_is_raised_is_taken_for_its_like(monkeypatch):
     assert repr(caught.value) == "SystemExit(5)"
     with pytest.raises(SystemExit, match="2"):
         argparse.ArgumentParser().parse_args(["--what"])
-    assert environment.exit_status() == 0
+    assert process_exit.exit_status() == 0

@@ -12,7 +12,7 @@ from pairs import in_turn
 from hpcdp import autograd, data, nn, optim
 from hpcdp.comm import thread_comm
 from hpcdp.comm import world as comm_world
-from hpcdp.comm.cuda_memory import GpuTransport
+from hpcdp.comm.gpu_rows.transport import GpuTransport
 from hpcdp.comm.world import Gpu
 from hpcdp.core.arrays import to_host
 from hpcdp.core.devices import cpu, gpu

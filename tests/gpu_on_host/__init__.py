@@ -26,7 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from hpcdp.comm import cuda_memory, thread_comm
+from hpcdp.comm import thread_comm
+from hpcdp.comm.gpu_rows import transport
 from hpcdp.core import devices
 from hpcdp.core.devices import Streams
 
@@ -107,7 +108,7 @@ def installed(monkeypatch: Any, seed: int = 0) -> Iterator[Gpus]:
             start(thread)
 
         monkeypatch.setattr(threading.Thread, "start", started)
-        monkeypatch.setattr(cuda_memory, "getpid", threading.get_ident)
+        monkeypatch.setattr(transport, "getpid", threading.get_ident)
         monkeypatch.setattr(devices, "_forgotten", deque())  # that of another stand-in would be looked at
         monkeypatch.setattr(cupy_module, "give", give)
         yield gpus

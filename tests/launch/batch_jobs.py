@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdp.launch import batch
+from hpcdp.launch.launchers import batch
 from hpcdp.launch.spec import Job
 
 GOLDEN = Path(__file__).with_name("golden_batch")

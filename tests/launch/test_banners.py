@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpcdp.launch.mpirun_output import Banners
+from hpcdp.launch.mpirun_stderr import Banners
 
 RULE = "-" * 74 + "\n"
 TEXTS = [

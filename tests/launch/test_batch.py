@@ -11,7 +11,7 @@ from batch_jobs import FULL
 from raises import raises
 
 from hpcdp.errors import ConfigError, LaunchError
-from hpcdp.launch import batch, parser
+from hpcdp.launch.launchers import batch, job_checks
 from hpcdp.launch.spec import LaunchPlan
 
 
@@ -39,7 +39,7 @@ def test_the_words_of_batch_args() -> None:
 
 
 def test_within_a_job_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parser, "launched_ranks", lambda: 4)
+    monkeypatch.setattr(job_checks, "launched_ranks", lambda: 4)
     with raises(LaunchError, operation="launch --launcher sge", got=4):
         batch.check(FULL, "sge")
 
@@ -92,9 +92,9 @@ def test_signals_are_left_for_the_job(signals: list[str], status: int, tmp_path:
     code = f'''
 import signal, sys
 from pathlib import Path
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:2]]!r}
 from test_batch import Batch
-from hpcdp.launch import batch
+from hpcdp.launch.launchers import batch
 from hpcdp.launch.spec import LaunchPlan as Plan
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 job = """

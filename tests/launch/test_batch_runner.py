@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from batch_jobs import wait_for
 
-from hpcdp.launch import batch
+from hpcdp.launch.launchers import batch
 
 TELLS = """
 import os, signal, sys, time
@@ -23,7 +23,7 @@ for _ in range(600):  # in one sleep a signal that comes just before it would no
 
 
 def start(folder: Path, *command: str, stop_s: str = "inf") -> subprocess.Popen[bytes]:
-    runner = [sys.executable, "-m", "hpcdp.launch.batch", str(folder), "99", stop_s]
+    runner = [sys.executable, "-m", "hpcdp.launch.launchers.batch", str(folder), "99", stop_s]
     return subprocess.Popen([*runner, *command], start_new_session=True)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpcdp.launch.mpirun_output import first_failure
+from hpcdp.launch.mpirun_stderr import first_failure
 from hpcdp.launch.process_monitor import End
 
 

@@ -107,7 +107,7 @@ def test_the_others_end_with_the_first_one(folder: Path) -> None:
     assert running[1].wait(20) == 1
     assert running[1].stderr is not None
     assert "run ranks [container-2]: got no sign of container-1" in running[1].stderr.read()
-    wait_for(lambda: not processes("hpcdp.launch.batch\0" + str(folder)))
+    wait_for(lambda: not processes("hpcdp.launch.launchers.batch\0" + str(folder)))
 
 
 def test_containers_that_do_not_come_are_told_of(folder: Path) -> None:

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from hpcdp.cli import doctor
+from hpcdp.cli.doctor import Verdict
 from hpcdp.errors import LaunchError
-from hpcdp.launch import doctor, hosts, process_monitor
-from hpcdp.launch.doctor import Verdict
+from hpcdp.launch import hosts, process_monitor
 
 
 def test_the_exit_status_and_the_remedy(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

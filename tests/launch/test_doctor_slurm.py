@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from hpcdp.cli import doctor
+from hpcdp.cli.doctor import Verdict
 from hpcdp.errors import LaunchError
-from hpcdp.launch import doctor, mpi_library
-from hpcdp.launch.doctor import Verdict
+from hpcdp.launch import mpi_library
 from hpcdp.launch.launchers import slurm
 from hpcdp.launch.mpi_library import MpiLibrary
 

@@ -47,12 +47,13 @@ from pathlib import Path
 from hpcdp.launch import runner as supervise
 from hpcdp.launch import guard_client as guards
 from hpcdp.launch.hosts import HostSlots as Place
+from hpcdp.launch.spec import Job
 supervise._FAILED_GRACE_S = 0.5
 with guards.Guards([Place("away", 1)], print) as reached:
     reached.begin(2, 0, {"MARK": os.environ["MARK"], "WORD": "it's"}, None, None)
     reached.check("/", sys.executable, None)
     environ = {**os.environ, "AGENT": reached.agent()}
-    sys.exit(supervise.supervise([sys.argv[1]], environ, 2, "mpich", elsewhere=1, guards=reached))
+    sys.exit(supervise.supervise([sys.argv[1]], environ, "mpich", Job(("a",), 2), elsewhere=1, guards=reached))
 """
 
 

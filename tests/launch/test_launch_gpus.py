@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from gpu_on_host import cuda_driver
 
-from hpcdp.launch import doctor, hosts
-from hpcdp.launch.doctor import Verdict
+from hpcdp.cli import doctor
+from hpcdp.cli.doctor import Verdict
+from hpcdp.launch import hosts
 from hpcdp.launch.mpi_library import MpiLibrary
 
 ONE = "0000:3B:00.0 NVIDIA H200"

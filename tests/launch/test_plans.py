@@ -10,7 +10,8 @@ from raises import raises
 
 from hpcdp import cli
 from hpcdp.errors import HpcdpError
-from hpcdp.launch import hosts, launchers, mpi_library, parser
+from hpcdp.launch import hosts, launchers, mpi_library
+from hpcdp.launch.launchers import job_checks
 from hpcdp.launch.spec import Host, Job
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -73,7 +74,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         monkeypatch.setattr("sys.stdout.isatty", lambda: False, raising=False)
         monkeypatch.setattr(hosts, "here", lambda: ["lo", "eth0", "eth1", "down0"])
         monkeypatch.setattr(hosts, "to_other_hosts", lambda: ["eth0", "eth1"])
-        monkeypatch.setattr(parser, "check_program", lambda *_: None)
+        monkeypatch.setattr(job_checks, "check_program", lambda *_: None)
         monkeypatch.chdir(tmp_path)
         (tmp_path / "my-env").mkdir(exist_ok=True)
         (tmp_path / "my-env" / "pyvenv.cfg").touch()

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from hpcdp.launch.mpirun_output import Quiet
+from hpcdp.launch.mpirun_stderr import Quiet
 
 NOISE = [
     b"[node1:03546] plm:ssh: Warning: setpgid(3549,3549) failed in parent with errno=Permission denied(13)\n",

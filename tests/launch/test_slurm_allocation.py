@@ -9,9 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from raises import raises
 
-from hpcdp.cli import launch
+from hpcdp.cli import doctor, launch
 from hpcdp.errors import LaunchError
-from hpcdp.launch import doctor, launchers
+from hpcdp.launch import launchers
 from hpcdp.launch.hosts import Allocation, allocation, check_allocation, expand_counts, expand_hosts
 from hpcdp.launch.spec import Host, Job
 

@@ -12,11 +12,12 @@ from hpcdp.launch.runner import listed
 RUN = """
 import os, sys
 from hpcdp.launch.runner import supervise
+from hpcdp.launch.spec import Job
 mpirun, ranks, elsewhere, asked = sys.argv[1:]
 hosts = [None] * (int(ranks) - int(elsewhere)) + ["away"] * int(elsewhere)
 try:
-    status = supervise([mpirun, "-n", ranks], os.environ, int(ranks), "openmpi", elsewhere=int(elsewhere), hosts=hosts,
-                       asked=asked)
+    status = supervise([mpirun, "-n", ranks], os.environ, "openmpi", Job((mpirun,), int(ranks), mpi_args=asked),
+                       elsewhere=int(elsewhere), hosts=hosts)
 except Exception as error:
     status = print(error, file=sys.stderr) or 2
 sys.exit(status)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdp.launch import mpi_library, mpirun_output, process_monitor
+from hpcdp.launch import mpi_library, mpirun_stderr, process_monitor
 from hpcdp.launch.process_monitor import End, Watch
 
 MPICH = mpi_library.find_library().family == "mpich"
@@ -99,14 +99,14 @@ def test_the_rank_that_fails_first_is_named_in_one_line(fault: str, status: int,
 @pytest.mark.parametrize(
     ("aborts", "named", "status"),
     [
-        (f"sleep 0.32; exit {mpirun_output.LOST_CONNECTION_STATUS}", 0, 1),
-        (f"sleep 0.32; exit {mpirun_output.LOST_CONNECTION_STATUS}", 1, 1),
+        (f"sleep 0.32; exit {mpirun_stderr.LOST_CONNECTION_STATUS}", 0, 1),
+        (f"sleep 0.32; exit {mpirun_stderr.LOST_CONNECTION_STATUS}", 1, 1),
         (
             "sleep 0.32; kill -TERM $$",
             0,
-            mpirun_output.LOST_CONNECTION_STATUS,
+            mpirun_stderr.LOST_CONNECTION_STATUS,
         ),  # mpirun heard of its abort, and was faster
-        ("sleep 0.4; kill -KILL $$", 0, mpirun_output.LOST_CONNECTION_STATUS),
+        ("sleep 0.4; kill -KILL $$", 0, mpirun_stderr.LOST_CONNECTION_STATUS),
     ],
 )
 def test_a_rank_is_named_where_open_mpi_names_one_that_aborts_for_it(
@@ -116,8 +116,8 @@ def test_a_rank_is_named_where_open_mpi_names_one_that_aborts_for_it(
     mpirun = tmp_path / "mpirun"
     mpirun.write_text(MISNAMES.format(python=sys.executable, aborts=aborts, named=named, status=status))
     mpirun.chmod(0o755)
-    supervise = "import os, sys; from hpcdp.launch.runner import supervise as s; "
-    code = supervise + "sys.exit(s([sys.argv[1]], os.environ, 3, 'openmpi'))"
+    supervise = "import os, sys; from hpcdp.launch.runner import supervise as s; from hpcdp.launch.spec import Job; "
+    code = supervise + "sys.exit(s([sys.argv[1]], os.environ, 'openmpi', Job(('a',), 3)))"
     done = subprocess.run([sys.executable, "-c", code, mpirun], capture_output=True, text=True, timeout=60)
     ours = re.findall("hpcdp launch: (.*\n)", done.stderr)
     assert done.returncode == 137
@@ -130,8 +130,8 @@ def test_a_job_that_the_watchdog_has_ended_has_failed_whatever_status_mpirun_has
     mpirun = tmp_path / "mpirun"
     mpirun.write_text(GOES_ON.format(python=sys.executable, misses=misses))
     mpirun.chmod(0o755)
-    supervise = "import os, sys; from hpcdp.launch.runner import supervise as s; "
-    code = supervise + "sys.exit(s([sys.argv[1], '--with-ft', 'ulfm'], os.environ, 2, 'openmpi'))"
+    supervise = "import os, sys; from hpcdp.launch.runner import supervise as s; from hpcdp.launch.spec import Job; "
+    code = supervise + "sys.exit(s([sys.argv[1], '--with-ft', 'ulfm'], os.environ, 'openmpi', Job(('a',), 2)))"
     done = subprocess.run([sys.executable, "-c", code, mpirun], capture_output=True, text=True, timeout=60)
     ours = "hpcdp launch: the watchdog has ended the job: rank 1 (host a, pid 7) is gone\n"
     assert (done.returncode, ours in done.stderr) == (int(misses), misses), done.stderr

@@ -180,7 +180,7 @@ def test_a_lost_container_ends_the_job(number: int, cluster: tuple[Path, dict[st
     job = launch(ranks(2, APART, "sleeper.py", str(shared)), shared, environ)
     wait_for(lambda: all((shared / f"run-0-{rank}").exists() for rank in (0, 1)))
     lost = [pid for pid in processes("hpcdp.launch.launchers.yarn") if pid in processes(str(shared))]
-    leading = {pid: b"hpcdp.launch.batch" in children(pid) for pid in lost}
+    leading = {pid: b"hpcdp.launch.launchers.batch" in children(pid) for pid in lost}
     os.killpg(next(pid for pid, leads in leading.items() if leads == (number == 1)), signal.SIGTERM)
     _, errors = job.communicate(timeout=60)
     assert job.returncode not in (0, None), errors

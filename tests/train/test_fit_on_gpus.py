@@ -14,10 +14,10 @@ from hpcdp.comm import thread_comm
 from hpcdp.comm import world as comm_world
 from hpcdp.comm.world import Gpu
 from hpcdp.core.arrays import from_host, to_host
+from hpcdp.parallel.sync_batch_norm import SyncBatchNorm
 from hpcdp.train.checkpoints import Checkpoints
 from hpcdp.train.evaluate import evaluate
 from hpcdp.train.fit import fit
-from hpcdp.train.sync_batch_norm import SyncBatchNorm
 from hpcdp.train.trainer import Trainer
 
 N, BATCH = 181, 18

@@ -12,8 +12,9 @@ from raises import raises
 from hpcdp.comm import thread_comm
 from hpcdp.core.environment import SAVE_AT, started_by_srun
 from hpcdp.errors import ConfigError
-from hpcdp.train import preemption, stop_signal
+from hpcdp.train import preemption
 from hpcdp.train.preemption import Agreement, Reason, StopRequests
+from hpcdp.train.runs import stop_signal
 
 SRUN = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
 
@@ -44,7 +45,7 @@ def test_a_command_that_is_at_its_end_dies_of_none(run, numbers):
     """Python gives its handlers up before it has ended."""
     command = (
         "import atexit, os, signal\n"
-        "from hpcdp.train import stop_signal\n"
+        "from hpcdp.train.runs import stop_signal\n"
         "from hpcdp.train.preemption import StopRequests\n"
         "stop_signal.note()\n"
         f"{run}\n"

@@ -13,8 +13,8 @@ from hpcdp.core.devices import Device, Streams, cpu, gpu
 from hpcdp.data import ArrayDataset, DataLoader, ShardedSampler
 from hpcdp.errors import ConfigError, MismatchError
 from hpcdp.nn.functional import softmax_cross_entropy
+from hpcdp.parallel.sync_batch_norm import SyncBatchNorm
 from hpcdp.train.fit import fit
-from hpcdp.train.sync_batch_norm import SyncBatchNorm
 
 SAMPLES = [3, 5, 1, 0]
 

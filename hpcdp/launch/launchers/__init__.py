@@ -1,4 +1,7 @@
-"""The launchers by name, each a module of this package with the functions of `Launcher`."""
+"""The launchers by name, each a module of this package with the functions of `Launcher`.
+
+They share `job_checks`, `batch` (jobs of batch systems without srun) and `working_folder`, its copies.
+"""
 
 from __future__ import annotations
 

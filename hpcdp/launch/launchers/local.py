@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Callable
@@ -10,9 +9,9 @@ from collections.abc import Callable
 from ...errors import LaunchError
 from .. import hosts, mpi_library
 from ..mpi_library import Dialect, environment, program
-from ..parser import check, check_binding, missing_module, warn_of_other_library
 from ..runner import supervise
 from ..spec import Command, Job, LaunchPlan, server
+from .job_checks import check, check_binding, warn_of_other_library
 
 
 def run(job: Job, usr1_has_come: Callable[[], bool] | None = None) -> int:
@@ -37,11 +36,7 @@ def run(job: Job, usr1_has_come: Callable[[], bool] | None = None) -> int:
     """
     library, command = _mpirun(job)
     environ = {**os.environ, **command.env}
-    processes = job.ranks + job.servers
-    return supervise(
-        command.argv, environ, processes, library.family, job.servers, usr1_has_come, asked=job.mpi_args,
-        verbose=job.verbose, interface=hosts.loopback(), missing_module=functools.partial(missing_module, job),
-    )  # fmt: skip
+    return supervise(command.argv, environ, library.family, job, usr1_has_come, interface=hosts.loopback())
 
 
 def plan(job: Job) -> LaunchPlan:

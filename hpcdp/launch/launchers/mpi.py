@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import shutil
 import signal
@@ -14,31 +13,29 @@ from pathlib import Path
 
 from ...core.environment import batch_system
 from ...errors import LaunchError
-from .. import batch, guard_client, hosts, mpi_library, process_monitor
+from .. import hosts, mpi_library, process_monitor
 from ..guard_client import Guards
 from ..hosts import assign_ranks, of_ranks, those_of_this_machine
 from ..mpi_library import Dialect, environment_of_hosts, program, travelling
-from ..parser import check, check_binding, missing_module, warn_of_other_library
 from ..runner import say, supervise
 from ..spec import Command, Job, LaunchPlan, server
+from . import batch, working_folder
+from .job_checks import check, check_binding, warn_of_other_library
 
 
-def plan_mpirun(job: Job, *, by_ssh: bool, folder: Path = Path()) -> LaunchPlan:
+def plan_mpirun(
+    job: Job, *, by_ssh: bool, folder: Path = Path()
+) -> tuple[LaunchPlan, mpi_library.MpiLibrary, Dialect, str | None]:
     """Return the mpirun of ``job``, after the rsyncs of ``sync_dst_dir``, with its host list in ``folder``.
+
+    The library and the dialect of that mpirun follow, whose search takes several milliseconds, and the interface on
+    which mpirun's daemons accept connections; None for any. Daemons of hydra also connect to each other within a host,
+    so over several hosts they are not restricted.
 
     Args:
         job: the program and its options.
         by_ssh: whether the hosts are `Job.hosts` and reached by ssh; else they are those of a batch job.
         folder: where the host list is to be written.
-    """
-    return _planned(job, by_ssh, folder)[0]
-
-
-def _planned(job: Job, by_ssh: bool, folder: Path) -> tuple[LaunchPlan, mpi_library.MpiLibrary, Dialect, str | None]:
-    """Return the plan, the library and the dialect of its mpirun, whose search takes several milliseconds.
-
-    The last value is the interface on which mpirun's daemons accept connections; None for any. Daemons of hydra also
-    connect to each other within a host, so over several hosts they are not restricted.
     """
     given = None if by_ssh else hosts.allocation()
     places = assign_ranks(job) if job.hosts else ()
@@ -68,7 +65,9 @@ def _planned(job: Job, by_ssh: bool, folder: Path) -> tuple[LaunchPlan, mpi_libr
     argv += program([program_on_hosts(job), *job.program[1:]])
     if job.servers:
         argv += [":", "-n", str(job.servers), *everywhere, sys.executable, *server()]
-    copies = [] if job.sync_dst_dir is None else guard_client.commands([host.name for host in places], job.sync_dst_dir)
+    copies = (
+        [] if job.sync_dst_dir is None else working_folder.commands([host.name for host in places], job.sync_dst_dir)
+    )
     files = {path: dialect.host_file(places)} if places else {}
     return LaunchPlan([*copies, Command.beside(argv, environ)], files), library, dialect, interface
 
@@ -88,7 +87,7 @@ def run_mpirun(job: Job, *, by_ssh: bool) -> int:
             folder = left_behind.enter_context(process_monitor.new(base, process_monitor.of_this_host("hpcdp-hosts")))
         except OSError as error:
             raise LaunchError("make a temporary folder", got=error.strerror, remedy="set TMPDIR") from error
-        planned, library, dialect, interface = _planned(job, by_ssh, folder)
+        planned, library, dialect, interface = plan_mpirun(job, by_ssh=by_ssh, folder=folder)
         for path, text in planned.files.items():
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 file.write(text)
@@ -116,11 +115,10 @@ def _run_by_ssh(
             check_binding(job, library.family, place.processes, cores.get(place.name, local_cores), place.name)
         if job.sync_dst_dir is not None:
             tell(f"copying {os.getcwd()} to {job.sync_dst_dir} on all hosts")
-            guard_client.copy([place.name for place in places], job.sync_dst_dir)
+            working_folder.copy([place.name for place in places], job.sync_dst_dir)
         with _segments(dialect, environ) as (environ, segments_folder):
             exported = {name: environ[name] for name in travelling(environ, job.env)}
-            processes = job.ranks + job.servers
-            guards.begin(processes, job.servers, exported, segments_folder, interface)
+            guards.begin(job.ranks + job.servers, job.servers, exported, segments_folder, interface)
             folder, is_copy = job.sync_dst_dir or os.getcwd(), job.sync_dst_dir is not None
             guards.check(folder, program_on_hosts(job), job.interface, is_copy=is_copy)
             environ |= dialect.by_ssh(guards.agent())
@@ -128,16 +126,12 @@ def _run_by_ssh(
             return supervise(
                 command.argv,
                 environ,
-                processes,
                 library.family,
-                job.servers,
+                job,
                 elsewhere=sum(place.processes for place in others),
                 hosts=[None if name in local_names else name for name in of_ranks(places)],
-                asked=job.mpi_args,
                 guards=guards,
-                verbose=job.verbose,
                 interface=interface,
-                missing_module=functools.partial(missing_module, job),
             )
 
 
@@ -145,18 +139,13 @@ def _in_batch(job: Job, command: Command, library: mpi_library.MpiLibrary, inter
     tell = _teller(job)
     tell(f"{library.name}, {command.argv[0]}, on the hosts of {batch_system(os.environ)}")
     tell(str(command))
-    processes = job.ranks + job.servers
     return supervise(
         command.argv,
         {**os.environ, **command.env},
-        processes,
         library.family,
-        job.servers,
-        elsewhere=processes,
-        asked=job.mpi_args,
-        verbose=job.verbose,
+        job,
+        elsewhere=job.ranks + job.servers,
         interface=interface,
-        missing_module=functools.partial(missing_module, job),
     )
 
 
@@ -197,7 +186,7 @@ def _teller(job: Job) -> Callable[[str], None]:
 
 def plan(job: Job) -> LaunchPlan:
     """Return the mpirun of ``job``; raise the errors of `run` that need no connection to a host."""
-    return plan_mpirun(job, by_ssh=_by_ssh(job))
+    return plan_mpirun(job, by_ssh=_by_ssh(job))[0]
 
 
 def run(job: Job) -> int:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from ...core.environment import module
 from ...errors import ConfigError, LaunchError, to_stderr
-from .. import batch
 from ..spec import Command, Job, LaunchPlan
+from . import batch
 
 _AGAIN = 99
 """The exit status with which Grid Engine restarts a job."""
@@ -77,7 +77,7 @@ def plan(job: Job) -> LaunchPlan:
 
 
 def run(job: Job) -> int:
-    """Run ``job`` as a job of Grid Engine and return its exit status; `hpcdp.launch.batch.run` forwards signals.
+    """Run ``job`` as a job of Grid Engine and return its exit status; `batch.run` forwards signals.
 
     Grid Engine restarts a job that stops early, with status 75, and one whose host was lost.
 
@@ -128,7 +128,7 @@ def _script(job: Job, folder: Path, stop_s: float, *, has_hosts: bool) -> str:
         lines += batch.agent_settings(folder)
         lines += ["""hosts=$(awk '{ printf "%s%s:%s", (NR > 1 ? "," : ""), $1, $2 }' "$PE_HOSTFILE")"""]
         hosts = '"$hosts"'
-    runner = [sys.executable, *module("hpcdp.launch.batch"), str(folder), str(_AGAIN), f"{stop_s:g}"]
+    runner = [sys.executable, *module("hpcdp.launch.launchers.batch"), str(folder), str(_AGAIN), f"{stop_s:g}"]
     lines += [f"exec {shlex.join(runner)} \\", f"  {batch.launch_command(job, folder, hosts)}"]
     return "\n".join(lines) + "\n"
 

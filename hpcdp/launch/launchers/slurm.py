@@ -6,7 +6,6 @@ The option --mpi must name an interface of mpi4py's MPI library; with any other,
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import os
 import re
@@ -17,12 +16,13 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from ...errors import LaunchError
-from .. import batch, mpi_library
+from .. import mpi_library
 from ..hosts import Allocation, allocation, assign_ranks, of_ranks
 from ..mpi_library import Dialect, blas_threads, program
-from ..parser import check, missing_module, warn_of_other_library
 from ..runner import supervise
 from ..spec import Command, Job, LaunchPlan, server
+from . import batch
+from .job_checks import check, warn_of_other_library
 
 MPI_TYPES = {"openmpi": "pmix", "mpich": "pmi2"}
 """The value of srun's --mpi for the libraries of each family."""
@@ -51,19 +51,15 @@ def run(job: Job) -> int:
         )
     (command,) = plan(job).commands
     _check_mpi_type(command.argv)
-    processes = job.ranks + job.servers
-    return supervise(
-        command.argv, {**os.environ, **command.env}, processes, "srun", job.servers, elsewhere=processes,
-        verbose=job.verbose, missing_module=functools.partial(missing_module, job),
-    )  # fmt: skip
+    return supervise(command.argv, {**os.environ, **command.env}, "srun", job, elsewhere=job.ranks + job.servers)
 
 
 def plan(job: Job) -> LaunchPlan:
     """Return the srun of ``job``.
 
     Raises:
-        LaunchError: srun lacks an option of the job; and the errors of `hpcdp.launch.parser.check`.
-        ConfigError: an option of srun has an invalid value; and the errors of `hpcdp.launch.parser.check`.
+        LaunchError: srun lacks an option of the job; and the errors of `job_checks.check`.
+        ConfigError: an option of srun has an invalid value; and the errors of `job_checks.check`.
     """
     given = allocation()
     # Outside of an allocation the interfaces of the nodes are unknown.

@@ -10,7 +10,7 @@ from . import mpi
 def plan(job: Job) -> LaunchPlan:
     """Return the mpirun of ``job``; raise the errors of `run` that need no connection to a host."""
     _check(job)
-    return mpi.plan_mpirun(job, by_ssh=True)
+    return mpi.plan_mpirun(job, by_ssh=True)[0]
 
 
 def run(job: Job) -> int:

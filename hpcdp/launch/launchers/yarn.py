@@ -2,8 +2,8 @@
 
 YARN starts processes, but offers no ssh between them. `main`, run as ``python -m hpcdp.launch.launchers.yarn FOLDER
 COUNT COMMAND...``, runs in each container. It takes a number from 1 to COUNT, and with it the container's host name for
-mpirun: container-1, container-2. The first container runs COMMAND. Its mpirun starts a daemon on each host through
-`hpcdp.launch.container_agent`, which writes the daemon's command into that container's folder, where `main` reads it.
+mpirun: container-1, container-2. The first container runs _COMMAND. Its mpirun starts a daemon on each host through
+`start_daemon`, which writes the daemon's command into that container's folder, where `main` reads it.
 
 No ssh and no port is needed: all communication goes through files in a shared folder. A file is written under another
 name and renamed, so no reader sees a part of it, and mkdir succeeds for one process only. A network file system shows
@@ -29,13 +29,13 @@ from typing import BinaryIO
 
 from ...core.environment import module
 from ...errors import ConfigError, LaunchError, listed, to_stderr
-from .. import batch
-from ..batch import ERRORS, OUTPUT, STATUS, replace
 from ..mpi_library import find_library
 from ..process_monitor import adopt, bound, end_orphans
 from ..spec import Command, Job, LaunchPlan
+from . import batch
+from .batch import ERRORS, OUTPUT, STATUS, replace
 
-COMMAND, WRITTEN, ENDED = ".command", ".written", ".ended"
+_COMMAND, _WRITTEN, _ENDED = ".command", ".written", ".ended"
 """Suffixes of a command's files: the command, its output, its status."""
 
 _POLL_S = 0.1
@@ -52,7 +52,7 @@ def container_name(number: int) -> str:
 
 def agent_script(folder: Path) -> str:
     """Return the script that mpirun of either family starts instead of ssh."""
-    agent = shlex.join([sys.executable, *module("hpcdp.launch.container_agent"), str(folder)])
+    agent = shlex.join([sys.executable, *module("hpcdp.launch.launchers.yarn"), "daemon", str(folder)])
     return f'#!/bin/sh\nexec {agent} "$@"\n'
 
 
@@ -101,7 +101,7 @@ def _lead(folder: Path, count: int, command: Sequence[str]) -> None:
                 errors.write(f"hpcdp launch: {problem}\n".encode())
                 replace(folder / STATUS, "1")
                 return
-            runner = [sys.executable, *module("hpcdp.launch.batch")]
+            runner = [sys.executable, *module("hpcdp.launch.launchers.batch")]
             job = _start([*runner, str(folder), str(os.EX_TEMPFAIL), "inf", *command], output, errors)
         while job.poll() is None:
             beat.give()
@@ -178,12 +178,12 @@ class _Commands:
 
     def attend(self) -> None:
         """Start new commands and record the status of ended ones; called in the container's loop."""
-        for path in self._place.glob(f"*{COMMAND}"):
+        for path in self._place.glob(f"*{_COMMAND}"):
             if path not in self._started:
-                with path.with_suffix(WRITTEN).open("ab") as written:
+                with path.with_suffix(_WRITTEN).open("ab") as written:
                     self._started[path] = _start(["/bin/bash", "-c", path.read_text()], written, written)
         for path, process in self._started.items():
-            ended = path.with_suffix(ENDED)
+            ended = path.with_suffix(_ENDED)
             if process.poll() is not None and not ended.exists():
                 replace(ended, str(process.returncode if process.returncode >= 0 else 128 - process.returncode))
 
@@ -244,7 +244,7 @@ def plan(job: Job) -> LaunchPlan:
 
 
 def run(job: Job) -> int:
-    """Run ``job`` as an application of YARN and return its exit status; `hpcdp.launch.batch.run` forwards signals.
+    """Run ``job`` as an application of YARN and return its exit status; `batch.run` forwards signals.
 
     Raises:
         LaunchError: Hadoop is missing.
@@ -355,5 +355,29 @@ class _Application:
         return name[0] if name else None
 
 
+def start_daemon(argv: Sequence[str]) -> int:
+    """Run a command in a container and return its exit status; mpirun calls this instead of ssh to start a daemon.
+
+    Args:
+        argv: the shared folder, options of ssh, a `container_name`, and the words of a shell command, as ssh takes
+            them.
+    """
+    folder, *words = argv
+    while words[:1] and words[0].startswith("-"):
+        del words[0]
+    if not words or not (place := Path(folder, words[0])).is_dir():
+        to_stderr(f"hpcdp: start a daemon of mpirun [{' '.join(words[:1])}]: no such container")
+        return 255
+    name = f"{socket.gethostname()}-{os.getpid()}"  # daemons start daemons, so this runs on several hosts
+    replace(place / f"{name}{_COMMAND}", " ".join(words[1:]))
+    ended = place / f"{name}{_ENDED}"
+    while not ended.exists():
+        if not place.exists():
+            return 255
+        time.sleep(_POLL_S)
+    sys.stderr.write((place / f"{name}{_WRITTEN}").read_text(errors="replace"))
+    return int(ended.read_text())
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(start_daemon(sys.argv[2:]) if sys.argv[1] == "daemon" else main(sys.argv[1:]))

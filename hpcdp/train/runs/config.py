@@ -66,16 +66,6 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def parsed(field: dataclasses.Field[Any], kind: type, text: str | bool) -> Any:
-    """Convert ``text`` of a command line to the setting's type ``kind``; `ConfigError` if that is impossible."""
-    if text == field.metadata["word"]:
-        return text
-    try:
-        return kind(text)
-    except ValueError as error:
-        raise ConfigError(f"setting {field.name}", expected=_expected(field, kind), got=repr(text)) from error
-
-
 def typed(field: dataclasses.Field[Any], kind: type, value: Any) -> Any:
     """Return ``value`` as the setting's type: an int is converted to a float, nothing else is.
 
@@ -464,4 +454,10 @@ def _hints() -> dict[str, Any]:
 
 def parse(name: str, text: str | bool) -> Any:
     """Return the value of setting ``name`` from a command line; `ConfigError` if ``text`` has another type."""
-    return parsed(TrainConfig.__dataclass_fields__[name], kind_of(name), text)
+    field, kind = TrainConfig.__dataclass_fields__[name], kind_of(name)
+    if text == field.metadata["word"]:
+        return text
+    try:
+        return kind(text)
+    except ValueError as error:
+        raise ConfigError(f"setting {name}", expected=_expected(field, kind), got=repr(text)) from error

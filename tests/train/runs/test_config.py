@@ -9,6 +9,7 @@ from raises import raises
 
 from hpcdp import cli
 from hpcdp.checkpoint.directory import WriterLock
+from hpcdp.cli import train as cli_train
 from hpcdp.errors import ConfigError
 from hpcdp.kvstore import KINDS
 from hpcdp.train.runs import config as runs_config
@@ -137,7 +138,7 @@ def test_settings_may_come_through_a_pipe(tmp_path: Path, monkeypatch: pytest.Mo
     text = "resume = 'auto'\nepochs = 3\n"
     threading.Thread(target=(tmp_path / "pipe").write_text, args=(text,), daemon=True).start()
     taken: list[tuple[TrainConfig, dict]] = []
-    monkeypatch.setattr(cli, "_train_here", lambda *given: taken.append(given) or 0)
+    monkeypatch.setattr(cli_train, "_train_here", lambda *given: taken.append(given) or 0)
     assert cli.main(["train", "--config", str(tmp_path / "pipe"), "--lr", "0.5"]) == 0
     ((made, said),) = taken
     assert (made.epochs, made.lr, said) == (3, 0.5, {"resume": "auto", "epochs": 3, "lr": 0.5})
@@ -319,7 +320,7 @@ def test_the_kinds_of_stores_are_those_there_are() -> None:
     ],
 )
 def test_what_is_said_reaches_the_ranks(given: TrainConfig) -> None:
-    arguments = cli._as_arguments(given)
+    arguments = cli_train._as_arguments(given)
     parsed = vars(cli._parse(["train", *arguments]))
     flags = {name: runs_config.parse(name, value) for name, value in parsed.items() if name in runs_config.names()}
     assert runs_config.load(flags=flags) == given

@@ -214,7 +214,7 @@ def test_no_rank_ends_the_job_before_rank_0_can_report_why(tmp_path, monkeypatch
 
     monkeypatch.setattr(directory, "commit", full)
     monkeypatch.setattr("hpcdp.train.runs.run_dir.draw_curves", draw)
-    monkeypatch.setattr("hpcdp.launch.mpirun_output.fail", lambda error, status: order.append(str(error)) or status)
+    monkeypatch.setattr("hpcdp.cli.fail", lambda error, status: order.append(str(error)) or status)
     assert train_on_threads(monkeypatch, tmp_path, 3, "mlp", "--epochs", "1", "--run-dir", "a") == [1, 1, 1]
     assert order[0] == "drawn" and len(order) == 4
     assert all("got No space left on device; free disk space" in why for why in order[1:])

@@ -16,8 +16,9 @@ import pytest
 from train_command import ENVIRONMENT, start, train, train_on_threads
 
 from hpcdp import cli
+from hpcdp.cli import train as cli_train
+from hpcdp.core.exit import end_early
 from hpcdp.errors import Terminated
-from hpcdp.launch.mpirun_output import end_early
 from hpcdp.train.metrics import read_metrics
 from hpcdp.train.preemption import StopRequests
 from hpcdp.train.runs import config as runs_config
@@ -244,7 +245,7 @@ def test_what_a_signal_has_ended_says_so_and_what_is_left(tmp_path, monkeypatch,
     said = "hpcdp: interrupted, all ranks have ended; its files are in a\n"
     assert capsys.readouterr().err == said
     assert (tmp_path / "a" / "curves.png").stat().st_size > 1000
-    assert [cli._ended_by(status) for status in (143, 255)] == ["ended by SIGTERM", "ended with status 255"]
+    assert [cli_train._ended_by(status) for status in (143, 255)] == ["ended by SIGTERM", "ended with status 255"]
 
 
 def result(**numbers) -> dict:

@@ -6,14 +6,11 @@ import sys
 
 import pytest
 
+from hpcdp.core import exit as process_exit
+from hpcdp.core.exit import INTERRUPTED, TERMINATED, end_early, fail
 from hpcdp.errors import SaveError, Terminated
-from hpcdp.launch import mpirun_output
-from hpcdp.launch.mpirun_output import INTERRUPTED, TERMINATED, end_early, fail
 
-CODE = (
-    "import sys; from hpcdp.launch.mpirun_output import fail; "
-    "print('out', end=''); fail('why', {}, by_all={}); sys.exit(9)"
-)
+CODE = "import sys; from hpcdp.core.exit import fail; print('out', end=''); fail('why', {}, by_all={}); sys.exit(9)"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -39,8 +36,8 @@ def test_an_error_of_all_ranks_is_reported_by_one(
     rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ended: list[int] = []
-    monkeypatch.setattr(mpirun_output.os, "_exit", ended.append)
-    monkeypatch.setattr(mpirun_output.time, "sleep", lambda _: None)
+    monkeypatch.setattr(process_exit.os, "_exit", ended.append)
+    monkeypatch.setattr(process_exit.time, "sleep", lambda _: None)
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", str(rank))
     error = SaveError("save", got="No space left on device")

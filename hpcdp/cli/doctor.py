@@ -5,7 +5,8 @@
 process with a time limit. The checks of Slurm run steps of two tasks inside a job, and only look at settings outside.
 
 `cuda_aware` asks the MPI library whether it accepts arrays in GPU memory, and then tries it: the library may be built
-for another CUDA, and one without support crashes. Between nodes a job tries it itself (`hpcdp.comm.cuda_memory`).
+for another CUDA, and one without support crashes. A job tries it itself between nodes
+(`hpcdp.comm.gpu_rows.cuda_aware`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import functools
 import importlib.util
 import json
 import os
@@ -36,11 +38,11 @@ from .. import kernels
 from ..comm.world import LIBRARY, Driver, Gpu, driver_release
 from ..core.environment import THREAD_VARIABLES, apart, explained, launched_ranks, module, speaks
 from ..errors import DeviceError, HpcdpError, LaunchError
-from . import hosts, mpi_library
-from .hosts import Allocation, allocation
-from .launchers import slurm
-from .mpi_library import environment
-from .process_monitor import child
+from ..launch import hosts, mpi_library
+from ..launch.hosts import Allocation, allocation
+from ..launch.launchers import slurm
+from ..launch.mpi_library import environment
+from ..launch.process_monitor import child
 
 NOT_INSTALLED = "not installed"
 _CUPY = """
@@ -61,7 +63,7 @@ print("CuPy", cupy.__version__, f"NCCL {release}" if number else "without NCCL")
 _CUDA_AWARE = """
 import ctypes, sys
 import hpcdp
-from hpcdp.comm import cuda_memory as cuda_aware
+from hpcdp.comm.gpu_rows import cuda_aware
 world = hpcdp.init()
 if not cuda_aware.says(ctypes.CDLL(sys.argv[1])):
     answer = "no, it says"
@@ -265,19 +267,7 @@ class Finding:
     remedy: str = ""
 
 
-def ok(saw: str) -> Finding:
-    """Return a finding without a fault."""
-    return Finding(Verdict.OK, saw)
-
-
-def warning(saw: str, remedy: str) -> Finding:
-    """Return a finding of a fault with which jobs run."""
-    return Finding(Verdict.WARNING, saw, remedy)
-
-
-def failed(saw: str, remedy: str) -> Finding:
-    """Return a finding of a fault with which jobs fail."""
-    return Finding(Verdict.FAILED, saw, remedy)
+ok, warning, failed = (functools.partial(Finding, verdict) for verdict in Verdict)
 
 
 def show(checks: Mapping[str, Callable[[], Finding]] | None = None) -> int:

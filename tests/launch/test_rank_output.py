@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcdp.launch import live
-from hpcdp.launch.live import Marks, Output, Screen
+from hpcdp.launch import rank_output
+from hpcdp.launch.rank_output import Marks, Output, Screen
 
 OPEN_MPI = Marks(
     re.compile(rb"(?P<own>\[[^\[\]\s@]{1,255}@)(?P<rank>[0-9]+,[0-9]+)\](?P<end><std(?:out|err|diag)>: )"),
@@ -199,7 +199,7 @@ def test_the_words_of_mpirun(asked: str, is_marked: bool, tmp_path: Path) -> Non
     hydra = tmp_path / "mpiexec.hydra"
     hydra.write_bytes(b"\x7fELF hydra\0prepend-pattern\0")
     command = [str(hydra), "-bind-to", "core", "-prepend-rank", "-n", "2", "x", "-prepend-rank"]
-    argv, marks = live.marked(command, "mpich", asked)
+    argv, marks = rank_output.marked(command, "mpich", asked)
     if not is_marked:
         assert (argv, marks) == (command, None)
         return
@@ -210,8 +210,8 @@ def test_the_words_of_mpirun(asked: str, is_marked: bool, tmp_path: Path) -> Non
     )
     assert found is not None and (found.expand(marks.label), text, tail) == (b"[12] ", b"text", argv[2][:5].encode())
     assert own == argv[2][: -len("%r]")].encode()
-    assert live.marked(["sh", "-c", "x"], "mpich", asked) == (["sh", "-c", "x"], None)
-    assert live.marked(["srun", "x"], "srun", asked) == (["srun", "x"], None)
+    assert rank_output.marked(["sh", "-c", "x"], "mpich", asked) == (["sh", "-c", "x"], None)
+    assert rank_output.marked(["srun", "x"], "srun", asked) == (["srun", "x"], None)
 
 
 def test_a_bar_is_seen_while_it_is_drawn_and_lines_of_others_above(tmp_path: Path) -> None:

@@ -3,9 +3,9 @@
 A batch system forwards few signals, shows no output while a job runs, and reports only its own idea of the exit status.
 So `run`, the submitting side, makes a folder in the working folder that all hosts of the job see. It holds the script,
 the job's output, a file for every signal to be forwarded, and at the end the status. `main`, the other side, runs in
-the job as ``python -m hpcdp.launch.batch FOLDER AGAIN STOP_S COMMAND...``. It runs COMMAND, sends it SIGUSR1 after
-STOP_S seconds (``inf``: never), and writes its exit status into FOLDER. It exits with the same status, except AGAIN for
-a command that asks for a restart (75), and 1 for a status with a meaning in Grid Engine.
+the job as ``python -m hpcdp.launch.launchers.batch FOLDER AGAIN STOP_S COMMAND...``. It runs COMMAND, sends it
+SIGUSR1 after STOP_S seconds (``inf``: never), and writes its exit status into FOLDER. It exits with the same status,
+except AGAIN for a command that asks for a restart (75), and 1 for a status with a meaning in Grid Engine.
 
 `check_values` finds in a dry run what a submission would refuse; names of queues and resources are the site's own.
 
@@ -32,16 +32,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Protocol, TextIO
 
-from ..core.environment import batch_system, module
-from ..core.files import require_private
-from ..errors import ConfigError, LaunchError, to_stderr
-from . import hosts as launch_hosts
-from . import mpi_library
-from .mpi_library import FIND_PROGRAMS, READ_BY_PROGRAMS, Dialect
-from .parser import refuse_rank
-from .process_monitor import bound
-from .runner import ENDING, FORWARDED
-from .spec import Host, Job, LaunchPlan
+from ...core.environment import batch_system, module
+from ...core.files import require_private
+from ...errors import ConfigError, LaunchError, to_stderr
+from .. import hosts as launch_hosts
+from .. import mpi_library
+from ..mpi_library import FIND_PROGRAMS, READ_BY_PROGRAMS, Dialect
+from ..process_monitor import bound
+from ..runner import ENDING, FORWARDED
+from ..spec import Host, Job, LaunchPlan
+from .job_checks import refuse_rank
 
 Valid = Mapping[str, tuple[str, str]]
 """For each option, the pattern of a valid value and its description."""

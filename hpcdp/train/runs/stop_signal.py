@@ -9,7 +9,7 @@ import signal
 import threading
 from types import FrameType
 
-from ..core.environment import SAVE_AT
+from ...core.environment import SAVE_AT
 
 _has_come = False
 

@@ -1,4 +1,4 @@
-"""The end of a job: filters of mpirun's and srun's stderr, the rank that failed first, and exit statuses.
+"""The stderr of mpirun and srun: filters, what it reports, and the rank that failed first.
 
 - `Banners` keeps back mpirun's long messages on a failed rank, which the launcher reports in one line. `Quiet` drops
   messages that report no error. Both match known texts exactly; all other output passes unchanged.
@@ -7,7 +7,6 @@
   status, which may be that of a task that the library ended because another had failed.
 - `first_failure` finds the rank whose end caused the others', which mpirun kills or which leave by themselves. mpirun
   does not name it, or names a rank that it has killed. See `hpcdp.launch.process_monitor` for the observation of ends.
-- `fail` and `end_early` end a failed command, alone or as a rank of a job.
 """
 
 from __future__ import annotations
@@ -16,90 +15,12 @@ import contextlib
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Sequence
-from typing import NamedTuple, TextIO
+from typing import NamedTuple
 
-from ..core.environment import launched_rank, launched_ranks
-from ..errors import ConfigError, HpcdpError, LaunchError, Terminated, report_directly
-from .live import Shown
 from .process_monitor import End, Watch, name_of
-
-INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
-"""Exit statuses after Ctrl-C and SIGTERM, as in a shell."""
-
-_OF_ALL_S, _OF_SOME_S = 1.0, 0.2
-
-
-def fail(reason: object, status: int, *, by_all: bool = False) -> int:
-    """Write the reason on one line of stderr; exit if this is a rank, without MPI_Finalize, which waits for all ranks.
-
-    Rank 0 reports first, so that mpirun ends the others before they repeat the same reason; if all ranks have certainly
-    failed alike, the others report nothing. The launcher reports an interrupt.
-
-    Args:
-        reason: an error, or a text.
-        status: the exit status.
-        by_all: whether all ranks fail with this reason; implied by `HpcdpError.is_on_every_rank`.
-
-    Returns:
-        ``status``, outside a job.
-    """
-    rank = launched_rank()
-    by_all = by_all or (isinstance(reason, HpcdpError) and reason.is_on_every_rank)
-    if rank:
-        time.sleep(_OF_ALL_S if by_all else _OF_SOME_S)
-    if rank is None or (status not in (INTERRUPTED, TERMINATED) and not (rank and by_all)):
-        is_alone = rank is None or launched_ranks() == 1
-        of_each = by_all or isinstance(reason, ConfigError | LaunchError)  # a wrong argument is wrong on each rank
-        is_named = isinstance(reason, HpcdpError) and reason.rank is not None
-        who = "" if is_alone or of_each or is_named else f"rank {rank}: "
-        with contextlib.suppress(OSError):  # a closed terminal may be the reason
-            report_directly(f"hpcdp: {who}{reason}")
-    if rank is not None:
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-        os._exit(status)
-    return status
-
-
-def end_early(error: KeyboardInterrupt | OSError, what: str) -> int:
-    """End the command ``what`` after Ctrl-C or SIGTERM, or a failed write to its standard output; raise other errors.
-
-    Returns:
-        The exit status, outside a job.
-    """
-    if isinstance(error, Terminated):
-        return fail("ended by SIGTERM", TERMINATED)
-    if isinstance(error, KeyboardInterrupt):
-        return fail("interrupted", INTERRUPTED)
-    if isinstance(error, BrokenPipeError):
-        lead_nowhere(sys.stdout.fileno())  # Python flushes it once more when it ends
-        return 128 + signal.SIGPIPE
-    if _can_be_written(sys.stdout):
-        raise error
-    lead_nowhere(sys.stdout.fileno())
-    return fail(HpcdpError(what, where="standard output", got=error.strerror), 1)
-
-
-def lead_nowhere(descriptor: int) -> None:
-    """Redirect ``descriptor`` to /dev/null."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    if nowhere == descriptor:
-        os.set_inheritable(nowhere, True)
-        return
-    os.dup2(nowhere, descriptor)
-    os.close(nowhere)
-
-
-def _can_be_written(stream: TextIO) -> bool:
-    try:
-        print(file=stream, flush=True)
-    except OSError:
-        return False
-    return True
-
+from .rank_output import Shown
 
 _KILLS = (signal.SIGKILL, signal.SIGTERM)
 """The signals with which mpirun ends the other ranks."""
@@ -384,7 +305,6 @@ _LINE = re.compile(rb"(?:" + b"|".join(_NOISE) + rb")\r?\n")
 _BEGINNING = re.compile(
     rb"\[[\w.-]*(:[0-9]*(\] ?([pP].*)?)?)?|\[warn\] ?(E.*)?|NB?|NBC.*|A|Abo?r?t?|Abort i?.*|s|sr|sru|srun(: ?|: c.*)?"
 )
-_RULE = b"-" * 74 + b"\n"
 _LONGEST = 500
 
 
@@ -413,7 +333,7 @@ class Quiet:
             if self._line or not _LINE.fullmatch(piece):
                 shown.append(piece)
             line = (self._line + piece)[-_LONGEST:]
-            self._rules += line == _RULE
+            self._rules += line == _BANNERS_RULE
             self._line = b"" if line.endswith(b"\n") else line
         return b"".join(shown)
 
@@ -463,7 +383,7 @@ _MISSING = re.compile(
 )
 # Python, at an import or -m: "python: No module named hpcdp"
 _NO_MODULE = re.compile(rb"No module named '?([A-Za-z_]\w*)")
-# hpcdp.launch.mpirun_output and hpcdp.comm.mpi, possibly with the tag of --tag-output before the line
+# hpcdp.core.exit and hpcdp.comm.mpi, possibly with the tag of --tag-output before the line
 _TAG = rb"(?:\[[^\]\s]*\](?:<stderr>:)? |[0-9]{1,9}: )?"
 _REASON = re.compile(_TAG + rb"hpcdp: ")
 _FAILED = re.compile(_TAG + rb"(rank [0-9]{1,9} of [0-9]{1,9}|server [0-9]{1,9} \(rank [0-9]{1,9}\)) failed:")

@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 from raises import raises
 
-from hpcdp.comm import cuda_memory, thread_comm
+from hpcdp.comm import thread_comm
 from hpcdp.comm import world as comm_world
-from hpcdp.comm.cuda_memory import GpuTransport, Offer, choose
+from hpcdp.comm.gpu_rows import transport
+from hpcdp.comm.gpu_rows.transport import GpuTransport, Offer, choose
 from hpcdp.comm.world import Gpu
 from hpcdp.core.devices import cpu, gpu
 from hpcdp.errors import DeviceError
@@ -40,9 +41,9 @@ def test_what_is_chosen_and_why(found, way, why):
 
 
 def test_ranks_on_one_gpu_are_refused_to_nccl_by_its_place_on_the_bus():
-    cuda_memory.refuse_shared([A, B])
+    transport.refuse_shared([A, B])
     with raises(DeviceError, operation="NCCL", where="GPU 0000:3b:00.0", expected="GPU", got=["ranks 0", 2]):
-        cuda_memory.refuse_shared([A, B, A])
+        transport.refuse_shared([A, B, A])
 
 
 def test_ranks_that_slurm_has_bound_to_one_gpu_each_have_different_ones(gpus_on_host, monkeypatch):
@@ -53,21 +54,21 @@ def test_ranks_that_slurm_has_bound_to_one_gpu_each_have_different_ones(gpus_on_
     monkeypatch.setattr(comm_world, "visible", visible)
 
     def rank(world):
-        found = cuda_memory.offers(world.node_comm, cuda_memory.own_offer(gpu(0), shares_memory=True))
+        found = transport.offers(world.node_comm, transport.own_offer(gpu(0), shares_memory=True))
         return [each.bus_id for each in found], choose(found)[0]
 
     assert thread_comm.run(2, rank) == [(["0000:00:00.0", "0000:01:00.0"], GpuTransport.NCCL)] * 2
 
 
 def test_who_computes_on_the_cpu_offers_nothing(monkeypatch):
-    assert cuda_memory.own_offer(cpu(0), shares_memory=True) == Offer()
+    assert transport.own_offer(cpu(0), shares_memory=True) == Offer()
 
 
 def test_ranks_that_are_threads_of_one_process_have_one_number(gpus_on_host, monkeypatch):
     monkeypatch.setattr(comm_world, "visible", lambda: (Gpu(0, "NVIDIA A", "0000:00:00.0", "a"),))
-    monkeypatch.setattr(cuda_memory, "getpid", os.getpid)
+    monkeypatch.setattr(transport, "getpid", os.getpid)
 
     def rank(world):
-        return choose(cuda_memory.offers(world.node_comm, cuda_memory.own_offer(gpu(0), shares_memory=True)))[0]
+        return choose(transport.offers(world.node_comm, transport.own_offer(gpu(0), shares_memory=True)))[0]
 
     assert thread_comm.run(2, rank) == [GpuTransport.HOST] * 2

@@ -1,7 +1,7 @@
 """The program that mpirun starts instead of ssh: it passes a host's command to the launcher, whose guard runs it.
 
 It imports nothing of this library, because mpirun starts one process for every host:
-``python agent.py SOCKET [OPTION ...] HOST COMMAND ...``.
+``python rsh_agent.py SOCKET [OPTION ...] HOST COMMAND ...``.
 """
 
 import json
