@@ -1,5 +1,7 @@
 """Factors before and after a reduction, means in the pass of the sum, and reductions of complex numbers and bools."""
 
+import os
+
 import numpy as np
 import pytest
 from by_numpy import data, part
@@ -22,6 +24,7 @@ from hpcdp.comm import thread_comm
 from hpcdp.core.arrays import dtype_of, is_half
 from hpcdp.errors import ConfigError, MismatchError, UnsupportedError
 
+THOROUGH = os.environ.get("HPCDP_TEST_THOROUGH")
 FACTORS = [(0.25, 3.0), (0.3, 1.0), (1.0, 0.7), (1, -2), (np.float32(1.5), np.int64(1))]
 LAYOUTS = [(1, None), (2, None), (3, None), (4, 2), (3, 1)]
 DTYPES = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
@@ -59,8 +62,8 @@ def test_factors_apply_before_and_after_sums_and_means(dtype, n, nodes, short_ch
         me, last = world.rank, n - 1
         for number, (prescale, postscale) in enumerate(FACTORS):
             factors = {"prescale": prescale, "postscale": postscale}
-            for op in ("sum", "mean"):
-                for count in (0, 1, n + 1, 1009):
+            for op in ("sum", "mean") if THOROUGH else (("sum", "mean")[number % 2],):
+                for count in (0, 1, n + 1, 1009) if THOROUGH else (1009 if number < 2 else (0, 1, n + 1)[number - 2],):
                     result = wanted(n, count, dtype, op, prescale, postscale)
                     for algorithm in [*ALGORITHMS["allreduce"], "auto"][number % 2 :: 2]:
                         if algorithm == "shared" and nodes:
