@@ -49,6 +49,7 @@ def accepts_tensors(function: Callable[P, T]) -> Callable[P, T]:
     star = ["*"] if by_name else []
     is_plain = " and ".join(f"type({name}) in plain" for name in by_place + by_name if name in _ARRAY_ARGUMENTS)
     namespace: dict[str, Any] = {"function": function, "plain": _plain_types, "with_tensors": _with_tensors}
+    namespace["__name__"] = function.__module__  # errors look for the outermost function of hpcdp
     source = f"""
 def {function.__name__}({", ".join([*by_place, *star, *by_name])}):
     if {is_plain}:

@@ -22,7 +22,7 @@ from ..errors import UnsupportedError
 from .communicator import LANE_BITS, OPERATION_BITS, Request, Steps, StepsTo, make_tag, split, wait_for
 from .consistency import Calls
 from .watchdog import OWN, Watchdog
-from .world import World, weakly
+from .world import GPU_OF_MESSAGES, World, weakly
 
 T = TypeVar("T")
 
@@ -329,7 +329,9 @@ class ProgressEngine:
             world.engine.add_lane(_LANE, idle=weakly(self._poll))
             self._has_lane = True
         self._is_polled = True
-        world.engine.push(world.use_gpu_of_messages, lane=_LANE, name=_LANE)
+        device = world.kept.get(GPU_OF_MESSAGES)
+        # A task that held the world would keep it alive until the lane has run it.
+        world.engine.push(list if device is None else device.use, lane=_LANE, name=_LANE)
 
     def _poll(self) -> bool:
         """Advance the operations of this world, on the lane; return whether some are in progress."""

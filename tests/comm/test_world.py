@@ -201,7 +201,7 @@ def test_a_rank_that_fails_alone_ends_the_job_with_its_traceback(hook, logged):
     """
     result = launched(2, code)
     assert result.returncode != 0
-    assert result.stderr.count("rank 1 of 2 failed:\nTraceback") == result.stderr.count("ValueError: only here") == 1
+    assert result.stderr.count("rank 1 of 2 failed:\nTraceback") == result.stderr.count("\nValueError: only here") == 1
     assert "watchdog" not in result.stderr
     assert result.stdout == f"{logged} ValueError\n"
 

@@ -332,11 +332,3 @@ def test_after_join_all_can_have_the_scale_of_those_that_went_on_longest(owner):
         return scaler.get_scale()
 
     assert thread_comm.run(3, rank) == [64.0 * 2**6] * 3
-
-
-def test_a_tensor_is_no_array_for_collectives():
-    def rank(world):
-        with raises(UnsupportedError, operation="allreduce", where="x", expected=["NumPy", "CuPy"], remedy="x.numpy()"):
-            hpcdp.allreduce(torch.ones(3), world=world)
-
-    thread_comm.run(2, rank)
