@@ -121,7 +121,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--workers", type=int, default=WORKERS, help="that share the tests of one process")
     parser.add_argument("--ranks", default="1,2,3,4")
-    parser.add_argument("--limit-s", type=float, default=900.0, help="of one run, in seconds")
+    parser.add_argument("--limit-s", type=float, default=1500.0, help="of one run, in seconds")
     options, pytest_arguments = parser.parse_known_args()
     for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a script's background jobs ignore the first
         signal.signal(ending, signal.default_int_handler)  # as Ctrl-C does: the run has a process group of its own

@@ -16,6 +16,7 @@ from hpcdp.errors import ConfigError
 from hpcdp.train.runs.config import TrainConfig
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", ["buckets", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("dist_sync", "dist_async"))]
 )

@@ -136,6 +136,7 @@ def test_efficiency_needs_both_sizes() -> None:
     assert verdicts.efficiency(pairs, 64) == pytest.approx(0.9)
 
 
+@pytest.mark.thorough
 def test_a_job_reports_or_fails() -> None:
     suite = bench_suite.Suite(2, "4K", 1, True, "")
     suite.job("allreduce", "bench", ["allreduce", "-m", "4:64", "-i", "2", "-x", "1"], ranks=2)

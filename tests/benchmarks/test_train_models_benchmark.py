@@ -10,6 +10,7 @@ from hpcdp.comm import thread_comm
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("model", "batch"), [("char_lstm", 3), ("resnet18", 2)])
 def test_against_torch_where_it_is_installed(model: str, batch: int) -> None:
     found = thread_comm.run(1, lambda world: train_models.against_torch(world, model, batch, 1, 0.01))[0]
