@@ -330,6 +330,7 @@ def _rate(figures: dict[str, Any], nbytes: int) -> float:
 
 
 BLOCKS = ("allgatherv", "alltoall", "gather", "scatter")
+"""Collectives of blocks, whose input and result are apart."""
 COLLECTIVES = ("allreduce", "iallreduce", "reduce_scatter", "allgather", "broadcast", "reduce", *BLOCKS)
 PAIRS = ("latency", "pt2pt", "bandwidth", "bibandwidth", "multi_pair")
 BENCHMARKS = (*PAIRS, *COLLECTIVES)

@@ -18,6 +18,7 @@ from .. import collectives
 from ..comm import World
 from ..comm.communicator import bounds, reducible, split
 from ..errors import ConfigError
+from .command import BLOCKS
 from .measure import (
     FreshData,
     MeasuredCollective,
@@ -325,9 +326,6 @@ def elements(sweep: CollectiveSweep, count: int, ranks: int) -> tuple[int, int]:
 
 Call = Callable[[np.ndarray, np.ndarray, CollectiveSweep, World], Any]
 """A call of one collective with this rank's input and result, which may overlap."""
-
-BLOCKS = ("allgatherv", "alltoall", "gather", "scatter")
-"""Collectives of blocks, whose input and result are apart."""
 
 CALLS: dict[str, Call] = {
     "allreduce": lambda x, out, how, world: collectives.allreduce(

@@ -35,8 +35,8 @@ from ..core.checks import one_of
 from ..core.environment import explained
 from ..errors import ConfigError, HpcdpError, UnsupportedError, listed
 from ..launch.parser import Parser
-from .command import PAIRS, REDUCING, Settings
-from .communication import BLOCKS, CALLS, Buffers, CollectiveSweep, exchange
+from .command import BLOCKS, PAIRS, REDUCING, Settings
+from .communication import CALLS, Buffers, CollectiveSweep, exchange
 from .measure import (
     FreshData,
     MeasuringSchedule,

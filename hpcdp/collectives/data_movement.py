@@ -22,7 +22,7 @@ from ..comm.communicator import Steps, StepsTo, bounds
 from ..comm.consistency import Call
 from ..comm.tasks import Operation, ProgressEngine
 from ..comm.watchdog import Watchdog
-from ..core.arrays import BFLOAT16, Array, dtype_name, dtype_of, from_host
+from ..core.arrays import Array, dtype_name, dtype_of_char, from_host
 from ..core.checks import described
 from ..errors import UnsupportedError
 from . import blocks as block_algorithms
@@ -203,17 +203,7 @@ def _steps_of(exchange: Exchange, world: World) -> StepsTo[Any]:
     """Return the steps of an exchange; the first call of a world blocks until every rank has called."""
     progress, call = ProgressEngine.of(world), exchange.call
     shares = world.size > 1 and intra_node.can_share(world)
-    if shares and intra_node.prepare not in progress.prepared:
-        progress.finish()
-        progress.calls.agree(call)
-        intra_node.prepare(world)
-        progress.prepared.add(intra_node.prepare)
-
-    if not shares and block_algorithms.nodes_of not in world.kept:
-        progress.finish()
-        progress.calls.agree(call)
-        block_algorithms.nodes_of(world)
-
+    progress.prepare(intra_node.prepare if shares else block_algorithms.nodes_of, world, call)
     tag = 0
 
     def move(algorithm: str, blocks: Blocks) -> Steps:
@@ -246,16 +236,21 @@ def _allgather(name: str, world: World, x: Array, *facts: str) -> Exchange:
     def then(counts: np.ndarray, move: Move) -> StepsTo[Array]:
         rows = counts[:, 0].tolist()
         out = np.empty((sum(rows), *row), host.dtype)
-        ends = [end * _nbytes(row, host.dtype) for end in offsets(rows)]
+        ends = [end * row_nbytes(row, host.dtype) for end in offsets(rows)]
         parts = bytes_of(out)
         parts[ends[rank] : ends[rank + 1]] = bytes_of(host)
-        is_broadcast = sum(first < last for first, last in itertools.pairwise(ends)) == 1
-        is_short = ends[-1] <= _SHORT_TOTAL_NBYTES
-        algorithm = "tree" if is_broadcast else "bruck_allgather" if is_short else "ring"
-        yield from move(algorithm, block_algorithms.allgather_blocks(parts, ends, rank))
+        yield from moved_parts(parts, ends, rank, move)
         return from_host(out, x)
 
     return Exchange(_call(name, host, *facts), [len(host)], then)
+
+
+def moved_parts(parts: np.ndarray, ends: Sequence[int], rank: int, move: Move) -> Steps:
+    """Complete the parts of all ranks; arguments as for `blocks.allgather_blocks`."""
+    is_broadcast = sum(first < last for first, last in itertools.pairwise(ends)) == 1
+    is_short = ends[-1] <= _SHORT_TOTAL_NBYTES
+    algorithm = "tree" if is_broadcast else "bruck_allgather" if is_short else "ring"
+    return move(algorithm, block_algorithms.allgather_blocks(parts, ends, rank))
 
 
 def _gather(name: str, world: World, x: Array, root: int, out: Array | None) -> Exchange:
@@ -265,9 +260,9 @@ def _gather(name: str, world: World, x: Array, root: int, out: Array | None) -> 
 
     def then(counts: np.ndarray, move: Move) -> StepsTo[Array | None]:
         rows = counts[:, 0]
-        sizes = (rows * _nbytes(row, host.dtype)).tolist()
+        sizes = (rows * row_nbytes(row, host.dtype)).tolist()
         receiver = _Receiver(name, out if rank == root else None, (rows.sum() * (rank == root), *row), host.dtype)
-        yield from move("direct", block_algorithms.gather_blocks(bytes_of(host), receiver.nbytes, sizes, rank, root))
+        yield from move("direct", block_algorithms.gather_blocks(bytes_of(host), receiver.data, sizes, rank, root))
         return receiver.result(x) if rank == root else None
 
     return Exchange(_call(name, host, f"root {root}"), [len(host)], then)
@@ -293,13 +288,10 @@ def _scatter(
         rows, kind, sizes = numbers[:n], numbers[n], numbers[n + 1 :]
         if not kind:
             raise failure or UnsupportedError(name, where=f"x on rank {root}", expected="an array", got="no valid one")
-        dtype, row = (
-            dtype_of(chr(kind) if chr(kind) != "E" else BFLOAT16),
-            tuple(int(size) - 1 for size in sizes if size),
-        )
-        nbytes = [count * _nbytes(row, dtype) for count in rows]
+        dtype, row = dtype_of_char(chr(kind)), tuple(int(size) - 1 for size in sizes if size)
+        nbytes = [count * row_nbytes(row, dtype) for count in rows]
         receiver = _Receiver(name, out, (rows[rank], *row), dtype)
-        yield from move("direct", block_algorithms.scatter_blocks(bytes_of(host), receiver.nbytes, nbytes, rank, root))
+        yield from move("direct", block_algorithms.scatter_blocks(bytes_of(host), receiver.data, nbytes, rank, root))
         return receiver.result(x if rank == root else host)
 
     return Exchange(Call(name, name, f"root {root}"), counts, then)
@@ -318,11 +310,11 @@ def _alltoall(name: str, world: World, x: Array, splits: Sequence[int] | None, o
     def then(counts: np.ndarray, move: Move) -> StepsTo[Any]:
         received_rows = len(host) if is_even else int(counts[:, rank].sum())
         receiver = _Receiver(name, out, (received_rows, *row), host.dtype)
-        sent, received = bytes_of(host), receiver.nbytes
+        sent, received = bytes_of(host), receiver.data
         if is_even:
             blocks = block_algorithms.even_alltoall_blocks(sent, received, n, rank)
         else:
-            blocks = block_algorithms.alltoall_blocks(sent, received, counts * _nbytes(row, host.dtype), rank)
+            blocks = block_algorithms.alltoall_blocks(sent, received, counts * row_nbytes(row, host.dtype), rank)
         yield from move(_alltoall_algorithm(world, blocks), blocks)
         result = receiver.result(x)
         return result if is_even else (result, counts[:, rank].copy())
@@ -340,10 +332,16 @@ def _alltoall_algorithm(world: World, blocks: Blocks) -> str:
 
 
 def _ibarrier(name: str, world: World, x: None) -> Exchange:
+    return comparison(Call(name))
+
+
+def comparison(call: Call) -> Exchange:
+    """Return an exchange that only compares the calls of all ranks."""
+
     def then(counts: np.ndarray, move: Move) -> StepsTo[None]:
         yield from ()
 
-    return Exchange(Call(name), [], then)
+    return Exchange(call, [], then)
 
 
 _EXCHANGES: dict[str, Callable[..., Exchange]] = {
@@ -360,7 +358,7 @@ class _Receiver:
             check_like(operation, out, shape, dtype)
         is_host = type(out) is np.ndarray and out.flags.carray
         self._host: np.ndarray = out if is_host else np.empty(shape, dtype)  # type: ignore[assignment]
-        self.nbytes = bytes_of(self._host)
+        self.data = bytes_of(self._host)
 
     def result(self, x: Array) -> Array:
         """Return ``out``, or a new array of the kind of ``x``."""
@@ -377,10 +375,16 @@ def _call(name: str, x: np.ndarray, *facts: str) -> Call:
 
 @functools.lru_cache(1 << 10)
 def _call_of(name: str, row: tuple[int, ...], dtype: str, facts: tuple[str, ...]) -> Call:
-    return Call(name, f"{name} of ({', '.join(['rows', *map(str, row)])}) {dtype}", *facts)
+    return Call(name, f"{name} of {rows_named(row, dtype)}", *facts)
 
 
-def _nbytes(row: tuple[int, ...], dtype: np.dtype) -> int:
+def rows_named(row: tuple[int, ...], dtype: str) -> str:
+    """Return what ranks must agree on in an array of any number of rows."""
+    return f"({', '.join(['rows', *map(str, row)])}) {dtype}"
+
+
+def row_nbytes(row: tuple[int, ...], dtype: np.dtype) -> int:
+    """Return the bytes of a row of this shape."""
     return math.prod(row) * dtype.itemsize
 
 

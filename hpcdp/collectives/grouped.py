@@ -20,7 +20,7 @@ from ..comm.tasks import Operation
 from ..core.arrays import Array, from_host
 from ..core.checks import described
 from ..errors import UnsupportedError
-from . import api, blocks, data_movement
+from . import api, data_movement
 from .blocks import offsets
 from .data_movement import Exchange, Move
 from .staging import accepts_tensors, bring_back, bytes_of, check_writeable, movable, ranks_of
@@ -184,13 +184,13 @@ def igrouped_allgather(xs: Sequence[Array], world: World | None = None) -> Opera
 def _gathering(name: str, xs: Sequence[Array], world: World) -> Exchange:
     group = _Group.of(name, xs)
     hosts = [np.atleast_1d(host) for host in group.hosts]
-    rank, rows_nbytes = world.rank, [_row_nbytes(host) for host in hosts]
+    rank, rows_nbytes = world.rank, [data_movement.row_nbytes(host.shape[1:], host.dtype) for host in hosts]
 
     def then(counts: np.ndarray, move: Move) -> StepsTo[list[Array]]:
         ends = offsets((counts @ np.array(rows_nbytes, np.int64)).tolist())
         parts = np.empty(ends[-1], np.uint8)
         parts[ends[rank] : ends[rank + 1]] = np.concatenate([bytes_of(host) for host in hosts])
-        yield from move("ring", blocks.allgather_blocks(parts, ends, rank))
+        yield from data_movement.moved_parts(parts, ends, rank, move)
         outs, places = [], list(ends[:-1])
         for i, host in enumerate(hosts):
             pieces = []
@@ -202,7 +202,7 @@ def _gathering(name: str, xs: Sequence[Array], world: World) -> Exchange:
             outs.append(from_host(out, group.arrays[i]))
         return outs
 
-    facts = [f"({', '.join(['rows', *map(str, host.shape[1:])])}) {host.dtype.name}" for host in hosts]
+    facts = [data_movement.rows_named(host.shape[1:], host.dtype.name) for host in hosts]
     return Exchange(Call(name, f"{name} of {len(hosts)} arrays", *facts), [len(host) for host in hosts], then)
 
 
@@ -267,13 +267,9 @@ class _Group:
 
 def _compared(name: str, group: _Group, world: World) -> Operation[None]:
     """Compare the shapes and dtypes of all arrays; packed arrays would agree if only their sum does."""
-
-    def then(counts: np.ndarray, move: Move) -> StepsTo[None]:
-        yield from ()
-
     facts = [f"{host.shape} {host.dtype.name}" for host in group.hosts]
-    exchange = Exchange(Call(name, f"{name} of {len(facts)} arrays", *facts), [], then)
-    return data_movement.start_exchange(exchange, world, group.arrays)
+    call = Call(name, f"{name} of {len(facts)} arrays", *facts)
+    return data_movement.start_exchange(data_movement.comparison(call), world, group.arrays)
 
 
 def _when_complete(
@@ -284,7 +280,3 @@ def _when_complete(
         return finish()
 
     return data_movement.started(name, steps(), group.arrays, world)
-
-
-def _row_nbytes(x: np.ndarray) -> int:
-    return int(np.prod(x.shape[1:], dtype=np.int64)) * x.dtype.itemsize

@@ -15,7 +15,7 @@ import numpy as np
 from ..comm import World
 from ..comm.communicator import OPERATION_BITS, Communicator, PolledRequest, StepsTo, make_tag
 from ..comm.tasks import Operation, ProgressEngine
-from ..core.arrays import BFLOAT16, Array, dtype_of
+from ..core.arrays import Array, dtype_of_char
 from ..core.checks import whole_number
 from ..errors import MismatchError
 from .staging import (
@@ -167,8 +167,8 @@ def _received(comm: Communicator, out: Array | None, source: int, tag: int) -> S
     message = np.empty(_WORD * (_SHAPE + _MOST_AXES) + SHORT_NBYTES, np.uint8)
     yield [comm.irecv_up_to(message, source, _tag(comm, tag, 0))]
     words = message[: _WORD * (_SHAPE + _MOST_AXES)].view(np.int64)
-    axes, kind = int(words[_AXES]), chr(words[_KIND])
-    dtype, shape = dtype_of(BFLOAT16 if kind == "E" else kind), tuple(words[_SHAPE : _SHAPE + axes].tolist())
+    axes = int(words[_AXES])
+    dtype, shape = dtype_of_char(chr(words[_KIND])), tuple(words[_SHAPE : _SHAPE + axes].tolist())
     fits = out is None or (tuple(out.shape), out.dtype) == (shape, dtype)
     in_place = fits and type(out) is np.ndarray and out.flags.carray
     host: Any = out if in_place else np.empty(shape, dtype)

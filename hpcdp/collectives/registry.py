@@ -60,8 +60,8 @@ class Algorithm:
         """Return a machine that has not started; ``x`` and ``others`` are the collective's arguments."""
         assert self.steps is not None
         progress = ProgressEngine.of(world)
-        if self.prepare is not None and self.prepare not in progress.prepared:
-            self._prepare(world, call)
+        if self.prepare is not None:
+            progress.prepare(self.prepare, world, call)
         if self.compares:
             progress.calls.number += 1
             return self.steps(x, *others, world, call)
@@ -90,8 +90,8 @@ class Algorithm:
         watchdog.enter(watched)
         try:
             progress.finish()
-            if self.prepare is not None and self.prepare not in progress.prepared:
-                self._prepare(world, call)
+            if self.prepare is not None:
+                progress.prepare(self.prepare, world, call)
             if self.compares:
                 progress.calls.number += 1
                 self.blocking(x, *others, world, call)  # type: ignore[misc]
@@ -135,13 +135,6 @@ class Algorithm:
                     watchdog.leave(watched)
 
         return run
-
-    def _prepare(self, world: World, call: Call) -> None:
-        progress = ProgressEngine.of(world)
-        progress.finish()
-        progress.calls.agree(call)
-        self.prepare(world)  # type: ignore[misc]
-        progress.prepared.add(self.prepare)
 
 
 def _one_after_another(first: Steps, second: Steps) -> Steps:

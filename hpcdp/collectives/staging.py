@@ -178,15 +178,13 @@ def movable(operation: str, x: Array, where: str = "x") -> np.ndarray:
     Raises:
         UnsupportedError: it is no array, or of a dtype that has no fixed number of bytes in native byte order.
     """
-    if type(x) is np.ndarray:
-        host = x
-    else:
+    if type(x) is not np.ndarray:
         check_array(operation, where, x)
-        host = on_host(x)
+    host = on_host(x)
     if not (host.dtype.kind in "iufbc" or is_float(host.dtype)) or not host.dtype.isnative:
         expected = "a native integer, float, complex or bool"
         raise UnsupportedError(operation, where="dtype", expected=expected, got=host.dtype.str)
-    return host if host.flags.carray else np.array(host, order="C")
+    return source_of(host)
 
 
 def bytes_of(x: np.ndarray) -> np.ndarray:

@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 from ..core.arrays import Array
 from ..errors import UnsupportedError
 from .communicator import LANE_BITS, OPERATION_BITS, Request, Steps, StepsTo, make_tag, split, wait_for
-from .consistency import Calls
+from .consistency import Call, Calls
 from .watchdog import OWN, Watchdog
 from .world import GPU_OF_MESSAGES, World, weakly
 
@@ -229,7 +229,7 @@ class ProgressEngine:
         self.watchdog = Watchdog.of(world)
         self.calls = Calls.of(world)
         self.prepared: set[object] = set()
-        """State that algorithms have prepared in this world, see `Algorithm.prepare`."""
+        """Functions that `prepare` has called in this world."""
         self._signatures = world.comm.signatures
         self.active = TaskGroup([])
         """The operations in progress."""
@@ -259,6 +259,17 @@ class ProgressEngine:
             self._round = round_
             self.finish()  # the tags start again, so earlier operations must have ended
         return make_tag(signature % self._signatures, number)
+
+    def prepare(self, make: Callable[[World], object], world: World, call: Call) -> None:
+        """Call ``make(world)``, in which all ranks communicate, unless an earlier call has; every rank must call.
+
+        Earlier operations end first, and all ranks must have made the same ``call``.
+        """
+        if make not in self.prepared:
+            self.finish()
+            self.calls.agree(call)
+            make(world)
+            self.prepared.add(make)
 
     def start(self, name: str, steps: StepsTo[T], x: object, peer: int | None = None) -> Operation[T]:
         """Start an algorithm. It progresses on the world's progress lane, and whenever any request of it is tested.

@@ -39,6 +39,11 @@ def dtype_of(dtype: Any) -> np.dtype:
     return np.dtype(dtype)
 
 
+def dtype_of_char(char: str) -> np.dtype:
+    """Return the dtype with the character code ``char`` (``dtype.char``), bfloat16 included."""
+    return dtype_of(BFLOAT16 if char == "E" else char)
+
+
 @functools.cache
 def dtype_name(dtype: np.dtype) -> str:
     """Return ``str(dtype)`` from a cache: NumPy composes it in Python in 6 us, longer than a kernel launch."""

@@ -243,7 +243,7 @@ class Reducer:
         self._is_held = False
         """True if another backward of the step follows, so that this one launches nothing."""
         self.accumulation = Accumulation(self.params)
-        """Whether backward adds to the gradients."""
+        """True if backward adds to the gradients."""
         self._bucket_of = {slot.name: self.buckets[slot.bucket] for slot in layout.slots}
         self._hooks: dict[int, Callable[[Parameter], None]] = {}
         for param, slot in zip(params, layout.slots, strict=True):

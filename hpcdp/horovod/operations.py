@@ -33,7 +33,7 @@ from .process_sets import ProcessSet, global_process_set
 
 
 class ReduceOp(enum.Enum):
-    """How values of ranks are combined; the values are hpcdp's names."""
+    """A reduction over ranks; its value is hpcdp's name of it."""
 
     AVERAGE = "mean"
     SUM = "sum"
@@ -73,7 +73,7 @@ class _Fp16Compression(_NoCompression):
 
 
 class Compression:
-    """How tensors are encoded before they are sent."""
+    """The encodings of tensors that are sent."""
 
     none = _NoCompression
     fp16 = _Fp16Compression

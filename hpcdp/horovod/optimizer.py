@@ -37,7 +37,7 @@ class _Bucket:
     """Parameters whose gradients are not complete in this step."""
     handle: Handle | None = None
     context: Any = None
-    """What decompression needs."""
+    """The second argument of ``compression.decompress``."""
 
 
 class _Reduction:

@@ -8,6 +8,7 @@ from typing import Any
 
 import hpcdp
 
+from ..collectives.blocks import nodes_of
 from ..comm import World
 from ..core.checks import whole_number
 from ..errors import ConfigError
@@ -186,9 +187,7 @@ def cross_rank() -> int:
 
 def is_homogeneous() -> bool:
     """Return whether all nodes have the same number of ranks."""
-    world = global_process_set.world
-    counts: list[int] = world.keep("ranks of nodes", lambda: world.comm.allgather_json(world.local_size))
-    return len(set(counts)) == 1
+    return len({len(node) for node in nodes_of(global_process_set.world)}) == 1
 
 
 def mpi_threads_supported() -> bool:
