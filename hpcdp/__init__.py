@@ -196,7 +196,7 @@ _HOMES = {
 
 
 if is_launched():
-    from .core.exit import record_exit_status
+    from .core.process import record_exit_status
 
     record_exit_status()
 

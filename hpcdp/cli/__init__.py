@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import hpcdp
 
 from ..core.checks import check_name
-from ..core.exit import end_early, fail, lead_nowhere
+from ..core.process import end_early, fail, lead_nowhere
 from ..errors import ConfigError, DataError, HpcdpError, LaunchError, SaveError
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.environment import explained, launched_ranks, module, speaks
-from ..core.exit import fail
+from ..core.process import fail
 from ..errors import HpcdpError
 from ..launch.parser import Parser, add_command
 from ..train.runs import config as runs_config

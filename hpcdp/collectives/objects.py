@@ -25,8 +25,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ..comm import World
-from ..core.array_kinds import kind_named, kinds
-from ..core.arrays import dtype_of, has_namespace, is_float, native, to_host
+from ..core.arrays import dtype_of, has_namespace, is_float, kind_named, kinds, native, to_host
 from ..core.checks import described
 from ..errors import UnsupportedError, type_named
 from . import data_movement

@@ -31,7 +31,7 @@ from mpi4py import MPI
 
 from ..core.arrays import words
 from ..core.environment import outlives_ranks
-from ..core.exit import exit_status, record_exit_status
+from ..core.process import exit_status, record_exit_status
 from ..errors import HpcdpError, MismatchError, Terminated, UnsupportedError, report_directly
 from .communicator import (
     LANE_BITS,

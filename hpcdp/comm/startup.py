@@ -49,8 +49,7 @@ from ..core.environment import (
     outlives_ranks,
     speaks,
 )  # fmt: skip
-from ..core.exit import exit_status, record_exit_status
-from ..core.sockets import kept_to_interface
+from ..core.process import exit_status, kept_to_interface, record_exit_status
 from ..errors import ConfigError, LaunchError, UnsupportedError, to_stderr
 from . import shared_memory, thread_comm
 from .communicator import Communicator, count_workers

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.environment import PMI_OF_SRUN, SAVE_AT
-from ..core.sockets import keep_to_interface
+from ..core.process import keep_to_interface
 from ..errors import LaunchError, shortened, to_stderr
 from . import hosts as launch_hosts
 from . import process_monitor, rank_output

@@ -27,7 +27,7 @@ from ..checkpoint.flatten import overlaps
 from ..comm import World, gpu_rows
 from ..comm.gpu_rows.transport import GpuTransport, NodeRows, RowSize, lone_rows
 from ..comm.tasks import run_until_complete
-from ..core import array_kinds
+from ..core import arrays
 from ..core.arrays import BFLOAT16, Array, dtype_of, is_bfloat16, is_host
 from ..core.devices import Device, Streams, gpu
 from ..errors import ConfigError, UnsupportedError, listed
@@ -130,7 +130,7 @@ class TensorKind:
 _WITH_GRADIENTS = ("allreduce", "allgather", "reduce_scatter", "alltoall", "broadcast", "send", "recv")
 """The operations that `functional` has, too."""
 
-array_kinds.register(torch.Tensor, TensorKind())
+arrays.register(torch.Tensor, TensorKind())
 
 
 def give_back_cache(device: Device | None) -> None:

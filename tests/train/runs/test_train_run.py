@@ -17,7 +17,7 @@ from train_command import ENVIRONMENT, start, train, train_on_threads
 
 from hpcdp import cli
 from hpcdp.cli import train as cli_train
-from hpcdp.core.exit import end_early
+from hpcdp.core.process import end_early
 from hpcdp.errors import Terminated
 from hpcdp.train.metrics import read_metrics
 from hpcdp.train.preemption import StopRequests
