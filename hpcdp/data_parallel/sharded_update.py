@@ -48,8 +48,7 @@ from ..core.arrays import Array, array_namespace, from_host, is_half, is_host, t
 from ..core.state import cut_of
 from ..errors import ConfigError
 from ..kernels.buffers import empty
-from ..optim import Optimizer, Schedule
-from ..optim.optimizer import segment_squares, squares
+from ..optim import Optimizer, Schedule, segment_squares, squares
 from .buckets import Bucket, Parameter
 from .reducer import Reducer
 

@@ -33,8 +33,7 @@ from ..comm.consistency import on_every_rank
 from ..comm.shared_memory import NodeLocks, NodeMemory
 from ..compression import Compression
 from ..errors import ConfigError, HpcdpError, MismatchError
-from ..optim import Optimizer, Schedule, from_config
-from ..optim.schedules import schedule_from_config
+from ..optim import Optimizer, Schedule, from_config, schedule_from_config
 from .arguments import Key
 from .server import MOST_NBYTES, NO_STATE, VALUE, Attempt, Message, MessageKind
 from .sync import Pool

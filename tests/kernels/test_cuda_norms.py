@@ -11,7 +11,6 @@ from hpcdp import optim
 from hpcdp.core.arrays import dtype_of, words
 from hpcdp.kernels.cuda import gradients
 from hpcdp.kernels.reference import gradients as reference_reduce
-from hpcdp.optim import optimizer
 
 DTYPES = [dtype_of(name) for name in ("float16", "bfloat16", "float32", "float64")]
 
@@ -80,10 +79,10 @@ def test_many_sums_wait_for_the_gpu_once(on_host: ModuleType, monkeypatch: pytes
 
         monkeypatch.setattr(on_host.Array, name, counted)
     xs = [np.random.default_rng(size).standard_normal(size).astype(np.float32) for size in (0, 1, 33, 5003)]
-    found = optimizer.squares([on_host.asarray(x) for x in xs])
+    found = optim.squares([on_host.asarray(x) for x in xs])
     assert waits == ["to_host"]
     assert found == pytest.approx([reference_reduce.sum_of_squares(x) for x in xs], rel=1e-14)
-    assert optimizer.squares([]) == []
+    assert optim.squares([]) == []
 
 
 def test_lars_takes_its_norms_from_them(cupy: ModuleType) -> None:

@@ -5,7 +5,6 @@ from raises import raises
 
 from hpcdp import optim
 from hpcdp.errors import ConfigError
-from hpcdp.optim import schedules
 
 
 def rates(schedule: optim.Schedule, steps: int) -> list[float]:
@@ -90,7 +89,7 @@ def test_wrong_values_are_refused(make, fields: dict[str, object]) -> None:
 
 
 def test_a_variant_does_not_replace_what_it_varies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedules, "_kinds", schedules._kinds.copy())
+    monkeypatch.setattr(optim, "_schedules", optim._schedules.copy())
 
     class Restarted(optim.CosineSchedule):
         def learning_rate(self, step: int) -> float:
