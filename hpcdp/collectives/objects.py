@@ -159,15 +159,16 @@ def send_object(value: Any, dest: int, tag: int = 0, world: World | None = None)
     send(encoded(value, "send_object"), dest, tag, world)
 
 
-def recv_object(source: int, tag: int = 0, world: World | None = None) -> Any:
+def recv_object(source: int | None, tag: int = 0, world: World | None = None) -> Any:
     """Return an object that rank ``source`` sends with `send_object`.
 
     Args:
-        source: the sender.
+        source: the sender; None for any rank, and then the result is a pair: the object, and its sender.
         tag: as for `recv`.
         world: the ranks; default `hpcdp.init()`.
     """
-    return decoded(recv(None, source, tag, world))
+    received = recv(None, source, tag, world)
+    return (decoded(received[0]), received[1]) if source is None else decoded(received)
 
 
 _NOTHING = np.empty(0, np.uint8)

@@ -2,18 +2,19 @@
 
 A message says the shape and dtype of its array. Up to `SHORT_NBYTES` it carries the data as well; longer data follow in
 a message of their own, which is received in place. Messages from one rank with one tag arrive in the order in which
-they were sent, whichever of them is waited for first.
+they were sent, whichever of them is waited for first, and go to the first receive that was started for them.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import threading
+from collections import deque
 from typing import Any
 
 import numpy as np
 
 from ..comm import World
-from ..comm.communicator import OPERATION_BITS, Communicator, PolledRequest, StepsTo, make_tag
+from ..comm.communicator import OPERATION_BITS, Communicator, PolledRequest, Request, StepsTo, make_tag
 from ..comm.tasks import Operation, ProgressEngine
 from ..core.arrays import Array, dtype_of_char
 from ..core.checks import whole_number
@@ -36,6 +37,10 @@ _TAG_BITS = OPERATION_BITS + 5
 _MOST_TAG = (1 << _TAG_BITS) - 1
 _KIND, _AXES, _FOLLOWS, _SHAPE = range(4)  # words of a message: dtype, axes, whether data follow, then the shape
 _WORD, _MOST_AXES = 8, 64
+_MOST_HEADER = _WORD * (_SHAPE + _MOST_AXES)
+"""The longest message without data."""
+_YIELDS = 2000
+"""Tests for a message before a blocking receive naps: about a millisecond."""
 
 
 @accepts_tensors
@@ -73,21 +78,21 @@ def isend(x: Array, dest: int, tag: int = 0, world: World | None = None) -> Oper
         data = [comm.isend(bytes_of(host), dest, _tag(comm, tag, 1))] if follows else []
         yield [*data, comm.isend_whole(message, dest, _tag(comm, tag, 0))]
 
-    return ProgressEngine.of(world).start(f"send to rank {dest}", steps(), x, dest)
+    return ProgressEngine.of(world).start(f"send to rank {dest}", steps(), x, [dest])
 
 
 @accepts_tensors
-def recv(out: Array | None = None, source: int = 0, tag: int = 0, world: World | None = None) -> Array:
-    """Receive an array that rank ``source`` sends.
+def recv(out: Array | None = None, source: int | None = 0, tag: int = 0, world: World | None = None) -> Any:
+    """Receive an array that rank ``source`` sends, or any rank.
 
     Args:
         out: receives the values, and has the shape and dtype of the sent array. Default a new array in host memory.
-        source: the sender.
+        source: the sender; None for any rank, as MPI's ANY_SOURCE.
         tag: the tag of `send`.
         world: the ranks; default `hpcdp.init()`.
 
     Returns:
-        ``out``, or the new array.
+        ``out``, or the new array. With ``source=None`` a pair: the array, and the rank that has sent it.
 
     Raises:
         MismatchError: the sent array has another shape or dtype than ``out``, which is unchanged.
@@ -98,43 +103,48 @@ def recv(out: Array | None = None, source: int = 0, tag: int = 0, world: World |
 
 
 @accepts_tensors
-def irecv(out: Array | None = None, source: int = 0, tag: int = 0, world: World | None = None) -> Operation[Array]:
+def irecv(out: Array | None = None, source: int | None = 0, tag: int = 0, world: World | None = None) -> Operation[Any]:
     """Start a `recv`, whose arguments and errors it has; ``wait()`` returns its result."""
     world = ranks_of(world)
-    source, tag = checked_root("recv", source, world, "source"), _checked_tag("recv", tag)
+    tag = _checked_tag("recv", tag)
+    if source is not None:
+        source = checked_root("recv", source, world, "source")
     if out is not None:
         check_array("recv", "out", out)
         check_writeable("recv", "out", out)
-    turns = world.keep(_Turns, _Turns)
+    inbox = world.keep((_Inbox, tag), lambda: _Inbox(world.comm, tag))
 
-    def steps() -> StepsTo[Array]:
-        number = turns.begin(source, tag)  # in the first step, during which no other thread starts an operation
+    def steps() -> StepsTo[Any]:
+        receive = inbox.post(out, source)  # in the first step, during which no other thread starts an operation
         try:
-            if not turns.is_next(source, tag, number):
-                yield [PolledRequest(lambda: turns.is_next(source, tag, number))]
-            return (yield from _received(world.comm, out, source, tag))
+            if not inbox.has_for(receive):
+                yield [PolledRequest(lambda: inbox.has_for(receive), _YIELDS)]
+            assert receive.request is not None
+            yield [receive.request]
+            return receive.result(with_sender=source is None)
         finally:
-            turns.end(source, tag)
+            inbox.drop(receive)
 
-    return ProgressEngine.of(world).start(f"recv from rank {source}", steps(), out, source)
+    name = "recv from any rank" if source is None else f"recv from rank {source}"
+    return ProgressEngine.of(world).start(name, steps(), out, [] if source is None else [source])
 
 
 @accepts_tensors
 def sendrecv(
-    x: Array, dest: int, source: int, out: Array | None = None, tag: int = 0, world: World | None = None
-) -> Array:
+    x: Array, dest: int, source: int | None, out: Array | None = None, tag: int = 0, world: World | None = None
+) -> Any:
     """Send ``x`` to rank ``dest`` and receive an array from rank ``source`` at the same time.
 
     Args:
         x: as for `send`.
         dest: the receiver of ``x``.
-        source: the sender of the result; calls `sendrecv`, or `send`.
+        source: the sender of the result, or None, as for `recv`; calls `sendrecv`, or `send`.
         out: as for `recv`; may not share memory with ``x``.
         tag: the tag of both messages.
         world: the ranks; default `hpcdp.init()`.
 
     Returns:
-        ``out``, or a new array.
+        The result of `recv`.
 
     Raises:
         HpcdpError: as `send` and `recv`.
@@ -145,46 +155,91 @@ def sendrecv(
     return received
 
 
-class _Turns:
-    """The order of the receives from one rank with one tag: the data of each follow its own first message."""
+class _Receive:
+    """A receive that has been started; its message is here once `request` is set."""
 
-    def __init__(self) -> None:
-        self._begun: dict[tuple[int, int], int] = defaultdict(int)
-        self._ended: dict[tuple[int, int], int] = defaultdict(int)
+    def __init__(self, out: Array | None, source: int | None) -> None:
+        self.source = source
+        self.request: Request | None = None
+        self._out = out
+        self._host: Any = None
 
-    def begin(self, source: int, tag: int) -> int:
-        self._begun[source, tag] += 1
-        return self._begun[source, tag] - 1
+    def match(self, comm: Communicator, sender: int, message: np.ndarray, request: Request, tag: int) -> None:
+        """Take the message that has arrived from ``sender``; if data follow it, start to receive them."""
+        self.source, self._message, self.request = sender, message, request
+        if message.size <= _MOST_HEADER:  # data may follow; such a short message is complete at once
+            request.wait()
+            if _words(message)[_FOLLOWS]:
+                self.request = comm.irecv(bytes_of(self._memory()), sender, tag)
 
-    def is_next(self, source: int, tag: int, number: int) -> bool:
-        return self._ended[source, tag] == number
+    def _memory(self) -> np.ndarray:
+        """Return the memory for the array that the message describes: ``out`` itself if possible."""
+        words = _words(self._message)
+        axes = int(words[_AXES])
+        self._sent = tuple(words[_SHAPE : _SHAPE + axes].tolist()), dtype_of_char(chr(words[_KIND]))
+        out = self._out
+        self._fits = out is None or (tuple(out.shape), out.dtype) == self._sent
+        self._in_place = self._fits and type(out) is np.ndarray and out.flags.carray
+        self._host = out if self._in_place else np.empty(*self._sent)
+        return self._host  # type: ignore[no-any-return]
 
-    def end(self, source: int, tag: int) -> None:
-        self._ended[source, tag] += 1
+    def result(self, with_sender: bool) -> Any:
+        """Return the received array, when `request` is complete."""
+        if self._host is None:
+            data = bytes_of(self._memory())
+            first = self._message.size - data.size
+            data[...] = self._message[first:]
+        out, (shape, dtype) = self._out, self._sent
+        if out is not None and not self._fits:
+            raise MismatchError(
+                "recv", where="out", expected=f"{shape} {dtype.name}, as rank {self.source} sent",
+                got=f"{out.shape} {out.dtype}",
+            )  # fmt: skip
+        if out is None or self._in_place:
+            out = self._host
+        else:
+            bring_back(self._host, out)
+        return (out, self.source) if with_sender else out
 
 
-def _received(comm: Communicator, out: Array | None, source: int, tag: int) -> StepsTo[Any]:
-    message = np.empty(_WORD * (_SHAPE + _MOST_AXES) + SHORT_NBYTES, np.uint8)
-    yield [comm.irecv_up_to(message, source, _tag(comm, tag, 0))]
-    words = message[: _WORD * (_SHAPE + _MOST_AXES)].view(np.int64)
-    axes = int(words[_AXES])
-    dtype, shape = dtype_of_char(chr(words[_KIND])), tuple(words[_SHAPE : _SHAPE + axes].tolist())
-    fits = out is None or (tuple(out.shape), out.dtype) == (shape, dtype)
-    in_place = fits and type(out) is np.ndarray and out.flags.carray
-    host: Any = out if in_place else np.empty(shape, dtype)
-    if words[_FOLLOWS]:
-        yield [comm.irecv(bytes_of(host), source, _tag(comm, tag, 1))]
-    else:
-        first = _WORD * (_SHAPE + axes)
-        bytes_of(host)[...] = message[first : first + host.nbytes]
-    if out is not None and not fits:
-        raise MismatchError(
-            "recv", where="out", expected=f"{shape} {dtype.name}, as rank {source} sent", got=f"{out.shape} {out.dtype}"
-        )
-    if out is None or in_place:
-        return host
-    bring_back(host, out)
-    return out
+class _Inbox:
+    """The receives of one tag that wait for a message, in the order in which they were started."""
+
+    def __init__(self, comm: Communicator, tag: int) -> None:
+        self._comm, self._tags = comm, [_tag(comm, tag, is_data) for is_data in (0, 1)]
+        self._waiting: deque[_Receive] = deque()
+        self._turn = threading.Lock()
+        """Held by the thread that looks for messages: receives may be waited for by different threads."""
+
+    def post(self, out: Array | None, source: int | None) -> _Receive:
+        """Start a receive."""
+        receive = _Receive(out, source)
+        with self._turn:
+            self._waiting.append(receive)
+        return receive
+
+    def drop(self, receive: _Receive) -> None:
+        """End a receive that may still wait."""
+        with self._turn:
+            if receive.request is None:
+                self._waiting.remove(receive)
+
+    def has_for(self, receive: _Receive) -> bool:
+        """Return whether a message for ``receive`` is here; never block."""
+        with self._turn:
+            while receive.request is None:
+                begun = self._comm.irecv_any(self._tags[0], receive.source)
+                if begun is None:
+                    return False
+                sender = begun[0]
+                first = next(other for other in self._waiting if other.source in (None, sender))
+                self._waiting.remove(first)
+                first.match(self._comm, *begun, self._tags[1])
+            return True
+
+
+def _words(message: np.ndarray) -> np.ndarray:
+    return message[: message.size // _WORD * _WORD].view(np.int64)
 
 
 def _tag(comm: Communicator, tag: int, is_data: int) -> int:

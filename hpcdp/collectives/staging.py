@@ -96,7 +96,7 @@ class _TensorCall:
 
     def in_kind(self, result: Any) -> Any:
         """Return a result with tensors for its arrays."""
-        if self._kind is None or result is None:
+        if self._kind is None or result is None or type(result) is int:
             return result
         if isinstance(result, Operation):
             result.convert = self.in_kind

@@ -342,11 +342,12 @@ class Communicator(Messages, Protocol):
         """Return whether an error of the library reports dead ranks; if so, add them to `lost`."""
         ...
 
-    def irecv_any(self, tag: int) -> tuple[int, np.ndarray, Request] | None:
-        """Start to receive the next message with a tag, from any rank; return None if there is none. Never blocks.
+    def irecv_any(self, tag: int, source: int | None = None) -> tuple[int, np.ndarray, Request] | None:
+        """Start to receive the next message with a tag, from any rank or from ``source``; never block.
 
         Returns:
-            The sender, the receive buffer (dtype uint8) and the request. Messages of one rank arrive in order.
+            The sender, the receive buffer (dtype uint8) and the request; None if there is no message. Messages of one
+                rank arrive in order.
         """
         ...
 

@@ -408,13 +408,13 @@ class MpiCommunicator:
         self.lost = set(failed.Translate_ranks(None, self.mpi.Get_group()))
         return True
 
-    def irecv_any(self, tag: int) -> tuple[int, np.ndarray, Request] | None:
+    def irecv_any(self, tag: int, source: int | None = None) -> tuple[int, np.ndarray, Request] | None:
         """See `Communicator.irecv_any`; uses a matched probe (MPI_Mprobe)."""
         status = MPI.Status()
         try:
-            message = self.mpi.Improbe(MPI.ANY_SOURCE, tag, status)
+            message = self.mpi.Improbe(MPI.ANY_SOURCE if source is None else source, tag, status)
         except MPI.Exception as error:
-            if not self.takes_note(error):
+            if not self.takes_note(error) or source is not None:
                 raise
             message = None
         if message is None:

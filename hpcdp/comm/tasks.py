@@ -271,7 +271,7 @@ class ProgressEngine:
             make(world)
             self.prepared.add(make)
 
-    def start(self, name: str, steps: StepsTo[T], x: object, peer: int | None = None) -> Operation[T]:
+    def start(self, name: str, steps: StepsTo[T], x: object, peers: Sequence[int] | None = None) -> Operation[T]:
         """Start an algorithm. It progresses on the world's progress lane, and whenever any request of it is tested.
 
         Without MPI's THREAD_MULTIPLE it progresses during tests only. An error ends this algorithm alone and is raised
@@ -281,7 +281,8 @@ class ProgressEngine:
             name: the operation's name in reports.
             steps: the algorithm; its first steps run at once.
             x: the array that reports describe.
-            peer: the other rank of an operation of two ranks; None if all ranks start it.
+            peers: for an operation that not all ranks start, the one rank that it waits for, or none if that may be any
+                rank. None if all ranks start it.
         """
         ended = False
         failure: BaseException | None = None
@@ -309,7 +310,7 @@ class ProgressEngine:
                 self._go_on()
             return has_ended()
 
-        call = (f"wait for {name}", x) if peer is None else (name, x, list, OWN, peer)
+        call = (f"wait for {name}", x) if peers is None else (name, x, list, OWN, *peers)
         operation: Operation[T] = Operation(call, test, has_ended, self.watchdog)
         with self._turn:
             self.active.add(to_its_end())

@@ -208,17 +208,17 @@ class ThreadCommunicator:
         """See `Communicator.takes_note`."""
         return False
 
-    def irecv_any(self, tag: int) -> tuple[int, np.ndarray, _Sent] | None:
+    def irecv_any(self, tag: int, source: int | None = None) -> tuple[int, np.ndarray, _Sent] | None:
         """See `Communicator.irecv_any`."""
         with self._group.job.lock:
             self._group.job.check(lambda: False)
-            for source in range(self.size):
-                boxes = self._group.mail[source, self.rank]
+            for sender in range(self.size) if source is None else (source,):
+                boxes = self._group.mail[sender, self.rank]
                 if tag in boxes:
                     message = boxes[tag].popleft()
                     if not boxes[tag]:
                         del boxes[tag]
-                    return source, message.view(np.uint8), _Sent()
+                    return sender, message.view(np.uint8), _Sent()
         return None
 
     def native_allreduce(self, x: np.ndarray, op: str) -> None:

@@ -8,6 +8,7 @@ import enum
 import fractions
 import pathlib
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -45,6 +46,72 @@ def test_a_ring_of_long_and_short_messages(count):
 
     for n in (1, 2, 3):
         thread_comm.run(n, rank)
+
+
+def receive_from_any_rank(world):
+    """Every rank sends short and long arrays to the last one, which takes them in the order of their arrival."""
+    n, me, last = world.size, world.rank, world.size - 1
+    shapes = [(3,), (50_000,), (0, 2), (2, 40_000)]
+    if me < last:
+        for i, shape in enumerate(shapes):
+            hpcdp.isend(np.full(shape, 10 * me + i), last, 5, world)
+        hpcdp.send_object({"from": me}, last, 6, world)
+    else:
+        seen = {rank: 0 for rank in range(last)}
+        for _ in range(len(shapes) * last):
+            got, source = hpcdp.recv(None, None, 5, world)
+            number = seen[source]
+            assert got.shape == shapes[number] and (got == 10 * source + number).all()
+            seen[source] += 1
+        assert set(seen.values()) <= {len(shapes)}
+        told = [hpcdp.recv_object(None, 6, world) for _ in range(last)]
+        assert sorted(source for _, source in told) == list(range(last))
+        assert all(value == {"from": source} for value, source in told)
+    x, out = np.full(5, me), np.zeros(5, int)
+    received, source = hpcdp.sendrecv(x, (me + 1) % n, None, out, 9, world)
+    assert received is out and source == (me - 1) % n and (out == source).all()
+
+
+def test_a_receive_from_any_rank_tells_the_sender():
+    for n in (1, 2, 3, 5):
+        thread_comm.run(n, receive_from_any_rank)
+
+
+@pytest.mark.mpi
+def test_real_ranks_receive_from_any_rank():
+    receive_from_any_rank(hpcdp.init())
+
+
+def test_a_message_goes_to_the_first_receive_that_fits_and_holds_up_no_other():
+    def rank(world):
+        if world.rank:
+            hpcdp.recv(None, 0, 1, world)
+            for value in range(2 if world.rank == 1 else 1):
+                hpcdp.send(np.full(30_000, 10 * world.rank + value), 0, 0, world)
+            return None
+        from_1 = hpcdp.irecv(None, 1, world=world)
+        from_any = [hpcdp.irecv(None, None, world=world) for _ in range(2)]
+        hpcdp.send(np.zeros(1), 2, 1, world)
+        first = from_any[0].wait()  # rank 1 has not sent yet
+        hpcdp.send(np.zeros(1), 1, 1, world)
+        second = from_any[1].wait()
+        return int(first[0][0]), first[1], int(from_1.wait()[0]), int(second[0][0]), second[1]
+
+    assert thread_comm.run(3, rank)[0] == (20, 2, 10, 11, 1)
+
+
+def test_receives_of_several_threads_share_the_messages():
+    def rank(world):
+        if world.rank == 0:
+            for value in range(40):
+                hpcdp.send(np.full(1 + 20_000 * (value % 2), value), 1, 0, world)
+            return None
+        with ThreadPoolExecutor(4) as threads:
+            got = list(threads.map(lambda _: hpcdp.recv(None, None, 0, world)[0], range(40)))
+        assert all((x == x[0]).all() and x.size == 1 + 20_000 * (x[0] % 2) for x in got)
+        return sorted(int(x[0]) for x in got)
+
+    assert thread_comm.run(2, rank)[1] == list(range(40))
 
 
 @pytest.mark.parametrize("count", [5, 100_000])
