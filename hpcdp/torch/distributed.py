@@ -1,9 +1,10 @@
 """`DistributedDataParallel`: a module whose gradients are averaged over all ranks.
 
-- `Backward`: hooks of PyTorch's backward, from the first gradient to the average. Autograd allocates a gradient for
-  each parameter. A hook copies it once to its place in the bucket, in memory that the node's ranks share or on the GPU.
-  Then it calls the reducer, which leaves the sum in that place. On a GPU all work goes to torch's current stream, and
-  the host waits for none of it.
+- `Backward`: hooks of PyTorch's backward, from the first gradient to the average. A backward counts if it passes
+  through an output of the wrapper, on which `Backward.mark` leaves a hook; any other one is this rank's alone. Autograd
+  allocates a gradient for each parameter. A hook copies it once to its place in the bucket, in memory that the node's
+  ranks share or on the GPU. Then it calls the reducer, which leaves the sum in that place. On a GPU all work goes to
+  torch's current stream, and the host waits for none of it.
 - `Turns`: uneven inputs (`DistributedDataParallel.join`). Before each collective operation on a joined model, every
   rank announces it. A rank without data announces nothing, and takes part with gradients of zero in the operations of
   the others, until no rank has data.
@@ -33,7 +34,7 @@ from ..core.devices import Device
 from ..data_parallel import Reducer
 from ..data_parallel.buckets import plan
 from ..data_parallel.trainer_state import gather_residuals, regrouped, take_residuals
-from ..errors import ConfigError, MismatchError, StaleGradientError, UnsupportedError, listed
+from ..errors import ConfigError, MismatchError, StaleGradientError, UnsupportedError, listed, warn
 from . import tensors
 from .sync_batch_norm import SyncBatchNorm
 from .tensors import GpuBuffers, ModuleBuffers, TorchParameter
@@ -167,8 +168,13 @@ class Backward:
         self._sums = sums
         self._world = world
         self._device = params[0].device
+        self.at_close: Callable[[], object] = lambda: None
+        """Called on every rank after the gradients of a step are summed."""
         self._held: set[str] = set()  # parameters written without synchronization
-        self._queued = self._reached = False
+        self._queued = False  # the end of the current backward is scheduled
+        self._counts = False  # the current backward has passed through an output, so that it ends with the average
+        self._writes = False  # the current backward has written a gradient, or has reached a mark
+        self._armed = False  # the next backward counts even if it passes through no known output
         self._taken_over: str | None = None  # a parameter with a later owner
         for param in params:
             self._take(param)
@@ -200,14 +206,18 @@ class Backward:
                 got="a parameter that was wrapped again", remedy="use the later wrapper, or wrap one module with both",
             )  # fmt: skip
         if self._queued and torch._C._current_graph_task_id() == _NO_BACKWARD:
-            self._queued = False
-            if not self.awaits_step:
+            counted, self._queued, self._counts, self._writes = self._counts, False, False, False
+            if counted and not self.awaits_step:
                 self.drop()
+
+    def arm(self) -> None:
+        """Let the next backward of the parameters count, whatever it passes through, as torch's wrapper does."""
+        self._armed = True
 
     def drop(self) -> None:
         """Drop the gradients since the last reduction; with overlap every rank must call."""
         self._held = set()
-        self._queued = self._reached = False
+        self._queued = self._counts = self._writes = False
         reducer = self.reducer
         if not reducer.is_untouched:
             if reducer.overlap:
@@ -216,19 +226,40 @@ class Backward:
                     reducer.drop()
             reducer.reset()
 
-    def watch_end(self, _gradient: torch.Tensor | None = None) -> None:
+    def watch(self, tensors: Iterator[torch.Tensor]) -> bool:
+        """Let backwards through an output of the forward count; return whether a backward can pass through one."""
+        found = False
+        for tensor in tensors:
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(self._passed)
+                found = True
+        return found
+
+    def mark(self) -> torch.Tensor:
+        """Return a new tensor such that a backward that reaches it counts, even if it uses no parameter."""
+        mark = torch.zeros((), requires_grad=True)
+        mark.register_post_accumulate_grad_hook(self._reached)
+        return mark
+
+    def _passed(self, _gradient: torch.Tensor | None = None) -> None:
+        if self.syncing:
+            self._counts = True
+            self._watch_end()
+
+    def _reached(self, _tensor: torch.Tensor) -> None:
+        self._writes = self._writes or self.syncing
+        self._passed()
+
+    def _watch_end(self) -> None:
         """Schedule the end of the current backward, after all its parts; called within it."""
-        if self.syncing and not self._queued:
+        if not self._queued:
             self._queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
 
-    def reached(self, _tensor: torch.Tensor) -> None:
-        """Record that the current backward goes through the module, even if it uses no parameter."""
-        self._reached = self.syncing
-        self.watch_end()
-
     def _written(self, param: TorchParameter) -> None:
         gradient = param.tensor.grad
+        if gradient is None and self.find_unused:
+            return  # autograd came by without a gradient, as from an output that the loss does not use
         if gradient is not None and gradient.layout is not torch.strided:
             raise UnsupportedError(
                 "backward", where=param.name, expected="a dense gradient",
@@ -237,7 +268,12 @@ class Backward:
         if not self.syncing:
             self._held.add(param.name)
             return
-        self.watch_end()
+        self._writes = True
+        self._counts = self._counts or self._armed
+        self._watch_end()
+        if not self._counts:
+            self._held.add(param.name)  # this rank's alone, until a backward counts
+            return
         if not self.awaits_step and not self.reducer.is_missing(param.name):
             raise StaleGradientError(
                 "backward", where=param.name, expected="one gradient of a parameter in each backward",
@@ -261,14 +297,15 @@ class Backward:
         return 1.0 if self.awaits_step or self._sums else 1.0 / self.turns.divisor
 
     def _end(self) -> None:
-        self._queued = False
-        # torch.autograd.grad, e.g., writes no gradient of a parameter.
-        nothing_written = self.reducer.num_missing == len(self.params) and not self._held and not self._reached
-        self._reached = False
-        if nothing_written or self.awaits_step:
+        counts, writes = self._counts, self._writes
+        self._queued = self._counts = self._writes = False
+        if not counts:
             return
-        self.turns.announce("backward")
-        self._average()
+        self._armed = False
+        # torch.autograd.grad, e.g., writes no gradient of a parameter.
+        if writes and not self.awaits_step:
+            self.turns.announce("backward")
+            self._average()
 
     def _average(self) -> None:
         unused = self.close()
@@ -282,6 +319,7 @@ class Backward:
                 if name not in unused or param.tensor.grad is not None:
                     param.take()
         self.reducer.reset()
+        self.at_close()
 
     def close(self, settings: tuple[float, ...] = ()) -> set[str]:
         """Run the closing exchange, after which every rank has left backward; every rank must call.
@@ -384,10 +422,13 @@ class DistributedDataParallel(torch.nn.Module):
     """A module whose backward leaves the average over all ranks in every ``param.grad``.
 
     As with ``torch.nn.parallel.DistributedDataParallel``, every rank must make it with the same module and must run the
-    same number of backwards. All ranks start with rank 0's parameters, and with its buffers if those are broadcast. A
-    gradient is copied once, into memory that the node's ranks share, and ``param.grad`` is then a view of that memory.
-    It is a copy in half precision, and with ``owner="rank"`` for a parameter that is not contiguous. Between nodes a
-    bucket's reduction begins as soon as backward has filled it.
+    same number of backwards through its outputs, each of which averages. All ranks start with rank 0's parameters, and
+    with its buffers if those are broadcast. A gradient is copied once, into memory that the node's ranks share, and
+    ``param.grad`` is then a view of that memory. It is a copy in half precision, and with ``owner="rank"`` for a
+    parameter that is not contiguous. Between nodes a bucket's reduction begins as soon as backward has filled it.
+
+    A backward that passes through no output, such as one through ``model.module``, adds to this rank's gradients alone.
+    Only the first one after a training forward averages, as with torch's wrapper, because the loss may be an attribute.
 
     Args:
         module: the module, on the CPU, or on one GPU, where gradients are then summed, with CuPy. Frozen parameters
@@ -396,11 +437,14 @@ class DistributedDataParallel(torch.nn.Module):
         owner: ``"rank"``: every rank gets all averages, and updates everything with any optimizer. ``"shard"``: for a
             `ShardedOptimizer`, which sums and updates in one pass; with overlap, each of its steps needs one backward,
             or all but the last backward within `no_sync`.
-        broadcast_buffers: copy rank 0's buffers to all ranks before each training forward that a backward may follow.
-            On one node, buffers on GPUs are copied without waiting; between nodes they go through the host, which
-            waits. False: each rank keeps its own buffers, which may also differ in shape.
+        broadcast_buffers: copy rank 0's buffers, such as running statistics, to all ranks before the first training
+            forward and after each backward (with a `ShardedOptimizer`: each step), so that every forward, in
+            evaluation too, has the buffers that it has with torch's wrapper. No forward in evaluation mode
+            communicates, so a rank may evaluate alone. On one node, buffers on GPUs are copied without waiting; between
+            nodes they go through the host, which waits. False: each rank keeps its own buffers, which may also differ
+            in shape.
         find_unused_parameters: allow a backward to leave out parameters, which then count as zero. A parameter that no
-            rank has used keeps its gradient, or None.
+            rank has used keeps its gradient, or None, so that optimizers leave it alone.
         bucket_cap_mb: size of a bucket of gradients in MiB; the first bucket has 1. None: an eighth of the model, but
             from 1 to 25.
         overlap: reduce buckets while backward runs. None: on several nodes.
@@ -469,7 +513,10 @@ class DistributedDataParallel(torch.nn.Module):
         if self.device is not None and self.world.size > 1 and self._buffers_of_all is not None:
             self._buffers_of_all.on_gpu = GpuBuffers(self.world, self.device, reducer.way)
         self.backward_pass = Backward(trained, reducer, self.world, find_unused_parameters, settings is not None)
-        self.backward_pass.turns.events["forward"] = self._share_buffers
+        self.backward_pass.turns.events["forward"] = self._before_forward
+        self.backward_pass.at_close = self._after_backward
+        self._buffers_differ: bool | None = None
+        """True if a training forward has changed this rank's buffers since they were shared; None: no such forward."""
 
     def _broadcast_values(self, root: int) -> None:
         for param in self.module.parameters():
@@ -491,16 +538,16 @@ class DistributedDataParallel(torch.nn.Module):
             if any(held.get(name) is not value for held, name, value in self._held_before):
                 self._refuse_others()
             backward.turns.announce("forward", self.training)
-            self._share_buffers(self.training)
+            self._before_forward(self.training)
+        if self._buffers_differ and not self.training:
+            self._warn_of_buffers()
         output = self.module(*args, **kwargs)
         if not torch.is_grad_enabled():
             return output
-        if backward.find_unused:
-            return self._marked(output)
-        for tensor in _tensors(output):
-            if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(backward.watch_end)
-        return output
+        is_watched = backward.watch(_tensors(output))
+        if will_sync and (self.training or not is_watched):
+            backward.arm()
+        return self._marked(output) if backward.find_unused else output
 
     def _refuse_unfrozen(self) -> None:
         unfrozen = next((name for name, tensor in self._frozen.items() if tensor.requires_grad), None)
@@ -528,8 +575,7 @@ class DistributedDataParallel(torch.nn.Module):
     def _marked(self, output: Any) -> Any:
         """Return ``output`` so that a backward through this module is noticed, even if it uses no parameter."""
         leaves, form = tree_flatten(output)
-        mark = torch.zeros((), requires_grad=True)
-        mark.register_post_accumulate_grad_hook(self.backward_pass.reached)
+        mark = self.backward_pass.mark()
         places = [place for place, leaf in enumerate(leaves)
                   if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf]  # fmt: skip
         for place, tensor in zip(places, _Marked.apply(mark, *(leaves[place] for place in places)), strict=True):  # type: ignore[no-untyped-call]
@@ -607,9 +653,41 @@ class DistributedDataParallel(torch.nn.Module):
                     remedy="call clone() on it, or wrap the model with owner='rank'",
                 )  # fmt: skip
 
-    def _share_buffers(self, shares: bool) -> None:
-        if shares and self._buffers_of_all is not None:
-            self._buffers_of_all.broadcast(self.backward_pass.turns.active[0])
+    def sync_buffers(self) -> None:
+        """Copy rank 0's buffers to all ranks, also with ``broadcast_buffers=False``; every rank must call.
+
+        Training does this by itself. Call it after forwards that change buffers and that no backward follows, such as a
+        recalibration of running statistics.
+
+        Raises:
+            MismatchError: buffers differ in name, shape or dtype; on every rank.
+        """
+        buffers = self._buffers_of_all
+        if buffers is None:
+            states = [f"{name} {tuple(x.shape)} {x.dtype}" for name, x in self.module.named_buffers()]
+            require_same(self.world.comm, "sync_buffers", states)
+            buffers = ModuleBuffers(self.module, self.world)
+        buffers.broadcast(self.backward_pass.turns.active[0])
+        self._buffers_differ = False
+
+    def _before_forward(self, training: bool) -> None:
+        if training and self._buffers_of_all is not None:
+            if self._buffers_differ is not False:
+                self.sync_buffers()
+            self._buffers_differ = True
+
+    def _after_backward(self) -> None:
+        # All ranks are here. At the next forward, as torch's wrapper does it, ranks that evaluate first would differ.
+        if self._buffers_differ:
+            self.sync_buffers()
+
+    def _warn_of_buffers(self) -> None:
+        self._buffers_differ = None  # once
+        if self.world.size > 1 and next(self.module.buffers(), None) is not None:
+            warn(
+                f"rank {self.world.rank} evaluates with buffers, such as running statistics, that a training forward "
+                "has changed and no backward has shared; call model.sync_buffers() on all ranks before the evaluation"
+            )
 
     @contextmanager
     def join(self, divide_by_initial_world_size: bool = True) -> Iterator[None]:

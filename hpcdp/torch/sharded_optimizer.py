@@ -375,6 +375,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             else:
                 self._shards.update(self._steps, self._scale)
             self._shards.pass_over()
+            self._backward.at_close()
         except MismatchError as error:
             if moved is None:
                 raise

@@ -6,8 +6,6 @@ thread ranks.
 
 import functools
 import os
-import tempfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,29 +20,10 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from torch import nn
 
 import bench_torch_ddp as torch_ddp
-import hpcdp
 import hpcdp.torch
 from bench_harness import peers
 
 STEPS = 5
-
-
-@pytest.fixture(scope="module")
-def world():
-    found = hpcdp.init()
-    torch.set_num_threads(1)
-    folder = tempfile.TemporaryDirectory(prefix="gloo-") if found.rank == 0 else None
-    store = found.comm.allgather_json(folder.name if folder else "")[0]
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.distributed.init_process_group(
-        "gloo", init_method=(Path(store) / "store").as_uri(), rank=found.rank, world_size=found.size
-    )
-    yield found
-    found.barrier()
-    torch.distributed.destroy_process_group()
-    found.barrier()  # a rank that finds its file gone looks for it for ever
-    if folder is not None:
-        folder.cleanup()
 
 
 class Network(nn.Module):
