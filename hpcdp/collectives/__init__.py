@@ -47,7 +47,20 @@ from .grouped import (
     igrouped_broadcast,
     igrouped_reduce_scatter,
 )
-from .objects import allgather_object, broadcast_object, gather_object, recv_object, scatter_object, send_object
+from .objects import (
+    allgather_object,
+    broadcast_object,
+    gather_object,
+    iallgather_object,
+    ibroadcast_object,
+    igather_object,
+    irecv_object,
+    iscatter_object,
+    isend_object,
+    recv_object,
+    scatter_object,
+    send_object,
+)
 from .point_to_point import irecv, isend, recv, send, sendrecv
 from .registry import ALGORITHMS
 
@@ -68,20 +81,26 @@ __all__ = [
     "grouped_broadcast",
     "grouped_reduce_scatter",
     "iallgather",
+    "iallgather_object",
     "iallreduce",
     "ialltoall",
     "ibarrier",
     "ibroadcast",
+    "ibroadcast_object",
     "igather",
+    "igather_object",
     "igrouped_allgather",
     "igrouped_allreduce",
     "igrouped_broadcast",
     "igrouped_reduce_scatter",
     "irecv",
+    "irecv_object",
     "ireduce",
     "ireduce_scatter",
     "iscatter",
+    "iscatter_object",
     "isend",
+    "isend_object",
     "recv",
     "recv_object",
     "reduce",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,12 +20,14 @@ from ..core.checks import number
 from ..core.state import change_of, refuse_change
 from ..errors import UnsupportedError
 from . import data_movement, registry
+from .blocks import offsets
 from .data_movement import started
 from .registry import CHOICES, Algorithm, find
 from .staging import (
     accepts_tensors,
     bring_back,
     bytes_of,
+    check_array,
     check_like,
     check_writeable,
     checked_root,
@@ -151,30 +155,33 @@ def reduce_scatter(
     *,
     prescale: float = 1.0,
     postscale: float = 1.0,
+    splits: Sequence[int] | str | None = None,
 ) -> Array:
     """Reduce ``x`` elementwise over all ranks and leave every rank its shard.
 
-    Rank r of n gets elements ``N r // n`` to ``N (r + 1) // n`` of the N elements of ``x``, flattened. Every rank must
-    call; errors are those of `allreduce`.
+    Rank r of n gets elements ``N r // n`` to ``N (r + 1) // n`` of the N elements of ``x``, flattened, or whole rows if
+    ``splits`` is passed. Every rank must call; errors are those of `allreduce`.
 
     Args:
         x: as for `allreduce`.
         op: as for `allreduce`.
         world: as for `allreduce`.
         algorithm: ``"auto"``, or a name in ``ALGORITHMS["reduce_scatter"]``.
-        out: receives this rank's shard, shape ``(shard elements,)`` and x's dtype; default a new array. If it is a view
-            of ``x``, then ``x`` is working memory and its other elements are undefined afterwards; else ``x`` is
-            unchanged.
+        out: receives this rank's shard, shape ``(shard elements,)``, or ``(rows, ...)`` with ``splits``, and x's dtype;
+            default a new array. If it is a view of ``x`` and ``splits`` is None, then ``x`` is working memory and its
+            other elements are undefined afterwards; else ``x`` is unchanged.
         prescale: as for `allreduce`.
         postscale: as for `allreduce`.
+        splits: the number of rows of ``x`` for each rank, the same list on all ranks; ``"even"`` for rows ``N r // n``
+            to ``N (r + 1) // n`` of N. Uneven parts are padded, or the whole array is reduced if that is less.
 
     Returns:
         ``out``.
     """
     world = ranks_of(world)
-    plan, work, result = _scattered("reduce_scatter", x, op, world, algorithm, out, prescale, postscale)
-    plan.run(world, work, result=result)
-    return _shard(result, x, out)
+    scatter = _Scatter("reduce_scatter", x, op, world, algorithm, out, (prescale, postscale), splits)
+    scatter.plan.run(world, scatter.work, result=scatter.result)
+    return scatter.finish()
 
 
 @accepts_tensors
@@ -187,46 +194,78 @@ def ireduce_scatter(
     *,
     prescale: float = 1.0,
     postscale: float = 1.0,
+    splits: Sequence[int] | str | None = None,
 ) -> Operation[Array]:
     """Start a `reduce_scatter`, whose arguments and errors it has; as `iallreduce`."""
     world = ranks_of(world)
-    plan, work, result = _scattered("ireduce_scatter", x, op, world, algorithm, out, prescale, postscale)
+    scatter = _Scatter("ireduce_scatter", x, op, world, algorithm, out, (prescale, postscale), splits)
 
     def steps() -> StepsTo[Array]:
-        yield from plan.machine(world, work, result=result)
-        return _shard(result, x, out)
+        yield from scatter.plan.machine(world, scatter.work, result=scatter.result)
+        return scatter.finish()
 
-    return started("ireduce_scatter", steps(), work, world)
-
-
-def _scattered(
-    operation: str,
-    x: Array,
-    op: str | Monoid,
-    world: World,
-    algorithm: str,
-    out: Array | None,
-    prescale: float,
-    postscale: float,
-) -> tuple[_Plan, np.ndarray, np.ndarray]:
-    """Return the plan of a reduce-scatter, its working memory with the values of ``x``, and memory for the shard."""
-    plan = _planned(operation, x, op, algorithm, world, 0, prescale, postscale)
-    ends = bounds(x.size, world.size)
-    count = ends[world.rank + 1] - ends[world.rank]
-    host = on_host(x)
-    if out is not None:
-        check_like(operation, out, (count,), x.dtype)
-    in_place = type(x) is np.ndarray and x.flags.carray and type(out) is np.ndarray and np.shares_memory(x, out)
-    work = host.reshape(-1) if in_place else np.array(host, order="C").reshape(-1)
-    return plan, work, np.empty(count, host.dtype)
+    return started("ireduce_scatter", steps(), scatter.work, world)
 
 
-def _shard(result: np.ndarray, x: Array, out: Array | None) -> Array:
-    if out is None:
-        return from_host(result, x)
-    with on_device_of(out):
-        out[...] = from_host(result, out)
-    return out
+class _Scatter:
+    """A reduce-scatter: its plan, working memory with the values of ``x``, and memory for the result."""
+
+    def __init__(
+        self,
+        operation: str,
+        x: Array,
+        op: str | Monoid,
+        world: World,
+        algorithm: str,
+        out: Array | None,
+        factors: tuple[float, float],
+        splits: Sequence[int] | str | None,
+    ) -> None:
+        self._x, self._out, n, me = x, out, world.size, world.rank
+        if splits is None:
+            self.plan = _planned(operation, x, op, algorithm, world, 0, *factors)
+            ends = bounds(x.size, n)
+            self._shape: tuple[int, ...] = (ends[me + 1] - ends[me],)
+            sizes = None
+        else:
+            check_array(operation, "x", x)
+            rows = data_movement.rows_of_ranks(operation, x.shape, splits, n)
+            ends = [end * math.prod(x.shape[1:]) for end in offsets(rows)]
+            self._shape = rows[me], *x.shape[1:]
+            sizes = [last - first for first, last in itertools.pairwise(ends)]
+        if out is not None:
+            check_like(operation, out, self._shape, x.dtype)
+        host = on_host(x)
+        self.result: np.ndarray | None
+        if sizes is None or min(sizes) == max(sizes):
+            if sizes is not None:
+                self.plan = _planned(operation, x, op, algorithm, world, 0, *factors, f"splits {sizes}")
+            in_place = sizes is None and type(x) is np.ndarray and x.flags.carray and type(out) is np.ndarray
+            is_view = in_place and np.shares_memory(x, out)
+            self.work = host.reshape(-1) if is_view else np.array(host, order="C").reshape(-1)
+            self.result = self._shard = np.empty(ends[me + 1] - ends[me], host.dtype)
+        elif algorithm == "auto" and n * max(sizes) > 2 * ends[n]:
+            name = "iallreduce" if operation.startswith("i") else "allreduce"
+            self.plan = _planned(name, x, op, algorithm, world, 0, *factors, f"{operation}, splits {sizes}")
+            self.work = np.array(host, order="C").reshape(-1)
+            self.result, self._shard = None, self.work[ends[me] : ends[me + 1]]
+        else:
+            flat_x, padded = host.reshape(-1), np.zeros((n, max(sizes)), host.dtype)
+            for part, first, size in zip(padded, ends, sizes, strict=False):
+                part[:size] = flat_x[first : first + size]
+            self.work = padded.reshape(-1)
+            self.plan = _planned(operation, self.work, op, algorithm, world, 0, *factors, f"splits {sizes}")
+            self.result = np.empty(max(sizes), host.dtype)
+            self._shard = self.result[: sizes[me]]
+
+    def finish(self) -> Array:
+        """Return this rank's shard, in ``out`` if there is one."""
+        shard = self._shard.reshape(self._shape)
+        if self._out is None:
+            return from_host(shard if self.result is self._shard else shard.copy(), self._x)
+        with on_device_of(self._out):
+            self._out[...] = from_host(shard, self._out)
+        return self._out
 
 
 @accepts_tensors
@@ -536,14 +575,18 @@ def _planned(
     root: int = 0,
     prescale: float = 1.0,
     postscale: float = 1.0,
+    fact: str = "",
 ) -> _Plan:
-    """Return the cached plan of a call; only the first calls of a world communicate for it."""
+    """Return the cached plan of a call; only the first calls of a world communicate for it.
+
+    All ranks must pass the same ``fact``, beside the other arguments.
+    """
     if type(x) is not np.ndarray:
         refuse_mask(operation, "x", x)
     by_monoid = type(op) is not str and isinstance(op, Monoid)
     try:
         name = op.name if by_monoid else op  # type: ignore[union-attr]
-        key = operation, x.shape, x.dtype, name, by_monoid, algorithm, root, prescale, postscale
+        key = operation, x.shape, x.dtype, name, by_monoid, algorithm, root, prescale, postscale, fact
         plan: _Plan | None = world.kept.get(CHOICES, _NO_PLANS).get(key)
     except AttributeError:
         raise UnsupportedError(operation, where="x", expected="an array", got=type(x).__name__) from None
@@ -558,8 +601,8 @@ def _planned(
                 # The choice exchanges node data, so check first that all ranks made this call.
                 progress = ProgressEngine.of(world)
                 progress.finish()
-                progress.calls.agree(_call(operation, x, op, algorithm, root, factors))
-            plan = _validated(operation, x, op, algorithm, world, root, factors)
+                progress.calls.agree(_call(operation, x, op, algorithm, root, factors, fact))
+            plan = _validated(operation, x, op, algorithm, world, root, factors, fact)
             plans = world.kept.setdefault(CHOICES, {})
             if len(plans) >= _MOST_PLANS:
                 plans.clear()
@@ -581,6 +624,7 @@ def _validated(
     world: World,
     root: int,
     factors: tuple[float, float],
+    fact: str,
 ) -> _Plan:
     if not hasattr(x.dtype, "kind"):
         got = f"a {type(x).__name__} of {x.dtype}"
@@ -597,7 +641,7 @@ def _validated(
     nbytes = 1 << x.nbytes.bit_length() >> 1  # one choice per power of two
     blocks = not operation.startswith("i")
     chosen = find(collective, algorithm, nbytes, reduced, reduction, world, blocks)
-    call = _call(operation, x, op, chosen.name, root, factors)
+    call = _call(operation, x, op, chosen.name, root, factors, fact)
     return kind(chosen, reduction or resolve(operation, "sum", dtype), call)
 
 
@@ -614,10 +658,13 @@ def _kind_of(
     return _Plan, resolve(operation, op, dtype, *factors), dtype
 
 
-def _call(operation: str, x: Array, op: str | Monoid, algorithm: str, root: int, factors: tuple[float, float]) -> Call:
+def _call(
+    operation: str, x: Array, op: str | Monoid, algorithm: str, root: int, factors: tuple[float, float], fact: str
+) -> Call:
     """Return the values that must agree on all ranks."""
     name = op.name if isinstance(op, Monoid) else "" if op is _MOVED else op
     dtype = getattr(x.dtype, "name", x.dtype)
     of = f"{operation} of {tuple(x.shape)} {dtype}"
     scaled = "" if factors == (1, 1) else f" with prescale {factors[0]!r} and postscale {factors[1]!r}"
-    return Call(operation, of, f"op {name!r}{scaled}", f"algorithm {algorithm!r}", f"root {root}")
+    facts = [of, f"op {name!r}{scaled}", f"algorithm {algorithm!r}", f"root {root}", *([fact] if fact else [])]
+    return Call(operation, *facts)

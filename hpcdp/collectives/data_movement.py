@@ -22,13 +22,13 @@ from ..comm.communicator import Steps, StepsTo, bounds
 from ..comm.consistency import Call
 from ..comm.tasks import Operation, ProgressEngine
 from ..comm.watchdog import Watchdog
-from ..core.arrays import Array, dtype_name, dtype_of_char, from_host
+from ..core.arrays import Array, dtype_name, dtype_of_char, from_host, in_kind_of_sender, kind_number
 from ..core.checks import described
 from ..errors import UnsupportedError
 from . import blocks as block_algorithms
 from . import intra_node
 from .blocks import Blocks, offsets
-from .staging import accepts_tensors, bring_back, bytes_of, check_like, checked_root, movable, ranks_of
+from .staging import accepts_tensors, bring_back, bytes_of, check_like, checked_root, kind_of_call, movable, ranks_of
 
 T = TypeVar("T")
 
@@ -89,7 +89,8 @@ def scatter(
         out: receives this rank's rows; default a new array.
 
     Returns:
-        ``out``, or a new array: on ``root`` of x's kind, on other ranks in host memory.
+        ``out``, or a new array: on ``root`` of x's kind, on other ranks in host memory; a tensor there, too, if ``x``
+            is one and the rank has imported PyTorch.
 
     Raises:
         UnsupportedError: ``x`` or ``splits`` is not valid on ``root``; on every rank.
@@ -224,12 +225,8 @@ def _steps_of(exchange: Exchange, world: World) -> StepsTo[Any]:
     return steps()
 
 
-def allgather_bytes(name: str, message: np.ndarray, world: World, *facts: str) -> np.ndarray:
-    """Return the concatenated messages of all ranks, of shape ``(nbytes,)``, uint8; every rank must call."""
-    return run_exchange(_allgather(name, world, message, *facts), world, message)  # type: ignore[no-any-return]
-
-
-def _allgather(name: str, world: World, x: Array, *facts: str) -> Exchange:
+def allgather_exchange(name: str, world: World, x: Array, *facts: str) -> Exchange:
+    """Return the exchange of an allgather; all ranks must pass the same ``facts``."""
     host = np.atleast_1d(movable(name, x))
     row, rank = host.shape[1:], world.rank
 
@@ -253,7 +250,8 @@ def moved_parts(parts: np.ndarray, ends: Sequence[int], rank: int, move: Move) -
     return move(algorithm, block_algorithms.allgather_blocks(parts, ends, rank))
 
 
-def _gather(name: str, world: World, x: Array, root: int, out: Array | None) -> Exchange:
+def gather_exchange(name: str, world: World, x: Array, root: int, out: Array | None) -> Exchange:
+    """Return the exchange of a gather; arguments as for `gather`."""
     root = checked_root(name, root, world)
     host = np.atleast_1d(movable(name, x))
     row, rank = host.shape[1:], world.rank
@@ -268,36 +266,39 @@ def _gather(name: str, world: World, x: Array, root: int, out: Array | None) -> 
     return Exchange(_call(name, host, f"root {root}"), [len(host)], then)
 
 
-def _scatter(
+def scatter_exchange(
     name: str, world: World, x: Array | None, root: int, splits: Sequence[int] | None, out: Array | None
 ) -> Exchange:
+    """Return the exchange of a scatter; arguments as for `scatter`."""
     root = checked_root(name, root, world)
     n, rank = world.size, world.rank
     host: np.ndarray = np.empty(0, np.uint8)
     failure: UnsupportedError | None = None
-    counts: list[int] = [0] * (n + 1 + _MOST_AXES)
+    counts: list[int] = [0] * (n + 2 + _MOST_AXES)
     if rank == root:
         try:
             host, rows = _divided(name, x, splits, n)
-            counts[: n + host.ndim] = [*rows, ord(host.dtype.char), *(axis + 1 for axis in host.shape[1:])]
+            header = [*rows, ord(host.dtype.char), kind_number(kind_of_call())]
+            counts[: n + 1 + host.ndim] = [*header, *(axis + 1 for axis in host.shape[1:])]
         except UnsupportedError as error:  # the others wait for this rank
             failure = error
 
     def then(all_counts: np.ndarray, move: Move) -> StepsTo[Array]:
         numbers: list[int] = all_counts[root].tolist()
-        rows, kind, sizes = numbers[:n], numbers[n], numbers[n + 1 :]
-        if not kind:
+        rows, char, kind, sizes = numbers[:n], numbers[n], numbers[n + 1], numbers[n + 2 :]
+        if not char:
             raise failure or UnsupportedError(name, where=f"x on rank {root}", expected="an array", got="no valid one")
-        dtype, row = dtype_of_char(chr(kind)), tuple(int(size) - 1 for size in sizes if size)
+        dtype, row = dtype_of_char(chr(char)), tuple(int(size) - 1 for size in sizes if size)
         nbytes = [count * row_nbytes(row, dtype) for count in rows]
         receiver = _Receiver(name, out, (rows[rank], *row), dtype)
         yield from move("direct", block_algorithms.scatter_blocks(bytes_of(host), receiver.data, nbytes, rank, root))
-        return receiver.result(x if rank == root else host)
+        return receiver.result(x) if rank == root else in_kind_of_sender(kind, receiver.result(host))
 
     return Exchange(Call(name, name, f"root {root}"), counts, then)
 
 
-def _alltoall(name: str, world: World, x: Array, splits: Sequence[int] | None, out: Array | None) -> Exchange:
+def alltoall_exchange(name: str, world: World, x: Array, splits: Sequence[int] | None, out: Array | None) -> Exchange:
+    """Return the exchange of an alltoall; arguments as for `alltoall`."""
     n, rank = world.size, world.rank
     host, rows = _divided(name, x, splits, n)
     if splits is None and len(host) % n:
@@ -345,8 +346,12 @@ def comparison(call: Call) -> Exchange:
 
 
 _EXCHANGES: dict[str, Callable[..., Exchange]] = {
-    "allgather": _allgather, "gather": _gather, "scatter": _scatter, "alltoall": _alltoall, "barrier": _ibarrier,
-}  # fmt: skip
+    "allgather": allgather_exchange,
+    "gather": gather_exchange,
+    "scatter": scatter_exchange,
+    "alltoall": alltoall_exchange,
+    "barrier": _ibarrier,
+}
 
 
 class _Receiver:
@@ -391,16 +396,26 @@ def row_nbytes(row: tuple[int, ...], dtype: np.dtype) -> int:
 def _divided(name: str, x: Array | None, splits: Sequence[int] | None, n: int) -> tuple[np.ndarray, list[int]]:
     """Return ``x`` on the host and the number of its rows for each rank."""
     host = movable(name, x)
-    if host.ndim == 0:
+    return host, rows_of_ranks(name, host.shape, splits, n)
+
+
+def rows_of_ranks(name: str, shape: tuple[int, ...], splits: Sequence[int] | str | None, n: int) -> list[int]:
+    """Return the number of rows for each of ``n`` ranks of an array of ``shape``.
+
+    They are as even as possible if ``splits`` is None or ``"even"``.
+
+    Raises:
+        UnsupportedError: the array has no axis, or ``splits`` does not fit it.
+    """
+    if not shape:
         raise UnsupportedError(name, where="x", expected="an array with at least one axis", got="a number")
-    if splits is None:
-        limits = bounds(len(host), n)
-        return host, [last - first for first, last in itertools.pairwise(limits)]
-    expected = f"{n} numbers of rows, one for each rank, with the sum {len(host)}"
+    if splits is None or (isinstance(splits, str) and splits == "even"):
+        return [last - first for first, last in itertools.pairwise(bounds(shape[0], n))]
+    expected = f"{n} numbers of rows, one for each rank, with the sum {shape[0]}"
     try:
-        rows = [operator.index(rows) for rows in splits]
+        rows = [operator.index(rows) for rows in splits]  # type: ignore[arg-type]
     except TypeError:
         raise UnsupportedError(name, where="splits", expected=expected, got=described(splits)) from None
-    if len(rows) != n or min(rows) < 0 or sum(rows) != len(host):
+    if len(rows) != n or min(rows) < 0 or sum(rows) != shape[0]:
         raise UnsupportedError(name, where="splits", expected=expected, got=described(rows))
-    return host, rows
+    return rows

@@ -127,7 +127,7 @@ def igrouped_reduce_scatter(
 ) -> Operation[list[Array]]:
     """Start a `grouped_reduce_scatter`, whose arguments and errors it has; ``wait()`` returns its result."""
     name, world = "grouped_reduce_scatter", ranks_of(world)
-    factors = {"prescale": prescale, "postscale": postscale}
+    factors: dict[str, Any] = {"prescale": prescale, "postscale": postscale}
     group, n = _Group.of(name, xs), world.size
     limits = [bounds(host.size, n) for host in group.hosts]
     operations: list[Operation[Any]] = [_compared(name, group, world)]

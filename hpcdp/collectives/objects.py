@@ -25,12 +25,13 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ..comm import World
+from ..comm.tasks import Operation
 from ..core.arrays import dtype_of, has_namespace, is_float, kind_named, kinds, native, to_host
 from ..core.checks import described
 from ..errors import UnsupportedError, type_named
 from . import data_movement
 from .blocks import offsets
-from .point_to_point import recv, send
+from .point_to_point import irecv, isend, send
 from .staging import bytes_of, checked_root, ranks_of
 
 _ALIGNED = 16
@@ -78,11 +79,24 @@ def broadcast_object(value: Any = None, root: int = 0, world: World | None = Non
         UnsupportedError: ``value`` contains anything else, which is named; on every rank.
         MismatchError: ranks differ in root or operation; the same error on every rank.
     """
-    world = ranks_of(world)
-    root = checked_root("broadcast_object", root, world)
-    is_root = world.rank == root
-    objects = _exchanged("broadcast_object", _encoded(value) if is_root else _NOTHING, world, f"root {root}")
-    return value if is_root else decoded(objects[0])
+    return _broadcast("broadcast_object", value, root, ranks_of(world)).run()
+
+
+def ibroadcast_object(value: Any = None, root: int = 0, world: World | None = None) -> Operation[Any]:
+    """Start a `broadcast_object`, whose arguments it has; ``wait()`` returns its result, or raises its error."""
+    return _broadcast("ibroadcast_object", value, root, ranks_of(world)).start()
+
+
+def _broadcast(name: str, value: Any, root: int, world: World) -> _ObjectCall:
+    is_root = world.rank == checked_root(name, root, world)
+    message = _encoded(value, name) if is_root else _NOTHING
+    exchange = data_movement.allgather_exchange(name, world, message, f"root {root}")
+
+    def finish(sent: np.ndarray) -> Any:
+        message = _messages(name, sent)[0]  # raises if it was refused, on the root, too
+        return value if is_root else decoded(message)
+
+    return _ObjectCall(world, exchange, finish)
 
 
 def allgather_object(value: Any, world: World | None = None) -> list[Any]:
@@ -98,7 +112,17 @@ def allgather_object(value: Any, world: World | None = None) -> list[Any]:
     Raises:
         HpcdpError: as `broadcast_object`.
     """
-    return [decoded(message) for message in _exchanged("allgather_object", _encoded(value), ranks_of(world))]
+    return _allgather("allgather_object", value, ranks_of(world)).run()  # type: ignore[no-any-return]
+
+
+def iallgather_object(value: Any, world: World | None = None) -> Operation[list[Any]]:
+    """Start an `allgather_object`, whose arguments it has; ``wait()`` returns its result, or raises its error."""
+    return _allgather("iallgather_object", value, ranks_of(world)).start()
+
+
+def _allgather(name: str, value: Any, world: World) -> _ObjectCall:
+    exchange = data_movement.allgather_exchange(name, world, _encoded(value, name))
+    return _ObjectCall(world, exchange, lambda all_: [decoded(message) for message in _messages(name, all_)])
 
 
 def gather_object(value: Any, root: int = 0, world: World | None = None) -> list[Any] | None:
@@ -112,9 +136,21 @@ def gather_object(value: Any, root: int = 0, world: World | None = None) -> list
     Raises:
         HpcdpError: as `broadcast_object`, but a value that cannot be sent is an error on its rank and ``root`` only.
     """
-    world = ranks_of(world)
-    gathered = data_movement.gather(_encoded(value), root, world)
-    return None if gathered is None else [decoded(message) for message in _messages("gather_object", gathered)]
+    return _gather("gather_object", value, root, ranks_of(world)).run()  # type: ignore[no-any-return]
+
+
+def igather_object(value: Any, root: int = 0, world: World | None = None) -> Operation[list[Any] | None]:
+    """Start a `gather_object`, whose arguments it has; ``wait()`` returns its result, or raises its error."""
+    return _gather("igather_object", value, root, ranks_of(world)).start()
+
+
+def _gather(name: str, value: Any, root: int, world: World) -> _ObjectCall:
+    exchange = data_movement.gather_exchange(name, world, _encoded(value, name), root, None)
+
+    def finish(all_: np.ndarray | None) -> list[Any] | None:
+        return None if all_ is None else [decoded(message) for message in _messages(name, all_)]
+
+    return _ObjectCall(world, exchange, finish)
 
 
 def scatter_object(values: Sequence[Any] | None = None, root: int = 0, world: World | None = None) -> Any:
@@ -128,20 +164,45 @@ def scatter_object(values: Sequence[Any] | None = None, root: int = 0, world: Wo
     Raises:
         HpcdpError: as `broadcast_object`, or ``values`` is no list of one object for each rank; on every rank.
     """
-    world = ranks_of(world)
+    return _scatter("scatter_object", values, root, ranks_of(world)).run()
+
+
+def iscatter_object(values: Sequence[Any] | None = None, root: int = 0, world: World | None = None) -> Operation[Any]:
+    """Start a `scatter_object`, whose arguments it has; ``wait()`` returns its result, or raises its error."""
+    return _scatter("iscatter_object", values, root, ranks_of(world)).start()
+
+
+def _scatter(name: str, values: Any, root: int, world: World) -> _ObjectCall:
     messages = [_NOTHING] * world.size
-    if world.rank == checked_root("scatter_object", root, world):
+    if world.rank == checked_root(name, root, world):
         if isinstance(values, Sequence) and not isinstance(values, str) and len(values) == world.size:
-            messages = [_encoded(value) for value in values]
+            messages = [_encoded(value, name) for value in values]
         else:
             failure = UnsupportedError(
-                "scatter_object", where="values", expected=f"a list of {world.size} objects, one for each rank",
+                name, where="values", expected=f"a list of {world.size} objects, one for each rank",
                 got=described(values),
             )  # fmt: skip
             messages = [_refusal(failure)] * world.size
     sizes = [message.size for message in messages]
-    mine = data_movement.scatter(np.concatenate(messages), root, world, sizes)
-    return decoded(_messages("scatter_object", mine)[0])
+    exchange = data_movement.scatter_exchange(name, world, np.concatenate(messages), root, sizes, None)
+    return _ObjectCall(world, exchange, lambda mine: decoded(_messages(name, mine)[0]))
+
+
+@dataclasses.dataclass(frozen=True)
+class _ObjectCall:
+    """An exchange of messages, and the function that makes the objects of what it returns."""
+
+    world: World
+    exchange: data_movement.Exchange
+    finish: Callable[[Any], Any]
+
+    def run(self) -> Any:
+        return self.finish(data_movement.run_exchange(self.exchange, self.world, None))
+
+    def start(self) -> Operation[Any]:
+        operation = data_movement.start_exchange(self.exchange, self.world, None)
+        operation.convert = self.finish
+        return operation
 
 
 def send_object(value: Any, dest: int, tag: int = 0, world: World | None = None) -> None:
@@ -159,6 +220,11 @@ def send_object(value: Any, dest: int, tag: int = 0, world: World | None = None)
     send(encoded(value, "send_object"), dest, tag, world)
 
 
+def isend_object(value: Any, dest: int, tag: int = 0, world: World | None = None) -> Operation[None]:
+    """Start a `send_object`, whose arguments and errors it has; ``value`` may change at once."""
+    return isend(encoded(value, "isend_object"), dest, tag, world)
+
+
 def recv_object(source: int | None, tag: int = 0, world: World | None = None) -> Any:
     """Return an object that rank ``source`` sends with `send_object`.
 
@@ -167,23 +233,25 @@ def recv_object(source: int | None, tag: int = 0, world: World | None = None) ->
         tag: as for `recv`.
         world: the ranks; default `hpcdp.init()`.
     """
-    received = recv(None, source, tag, world)
-    return (decoded(received[0]), received[1]) if source is None else decoded(received)
+    return irecv_object(source, tag, world).wait()
+
+
+def irecv_object(source: int | None, tag: int = 0, world: World | None = None) -> Operation[Any]:
+    """Start a `recv_object`, whose arguments it has; ``wait()`` returns its result."""
+    operation: Operation[Any] = irecv(None, source, tag, world)
+    is_pair = source is None
+    operation.convert = lambda got: (decoded(got[0]), got[1]) if is_pair else decoded(got)
+    return operation
 
 
 _NOTHING = np.empty(0, np.uint8)
 _SENT, _REFUSED = 0, 1  # what a message contains: an object, or the error of a rank that cannot send one
 
 
-def _exchanged(operation: str, message: np.ndarray, world: World, *facts: str) -> list[np.ndarray]:
-    """Return the messages of all ranks that have one; every rank must call."""
-    return _messages(operation, data_movement.allgather_bytes(operation, message, world, *facts))
-
-
-def _encoded(value: Any) -> np.ndarray:
+def _encoded(value: Any, operation: str) -> np.ndarray:
     """Return `encoded`, or a message that raises its error on all ranks that receive it."""
     try:
-        return encoded(value)
+        return encoded(value, operation)
     except UnsupportedError as error:
         return _refusal(error)
 

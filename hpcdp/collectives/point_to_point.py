@@ -16,7 +16,7 @@ import numpy as np
 from ..comm import World
 from ..comm.communicator import OPERATION_BITS, Communicator, PolledRequest, Request, StepsTo, make_tag
 from ..comm.tasks import Operation, ProgressEngine
-from ..core.arrays import Array, dtype_of_char
+from ..core.arrays import Array, dtype_of_char, in_kind_of_sender, kind_number
 from ..core.checks import whole_number
 from ..errors import MismatchError
 from .staging import (
@@ -26,6 +26,7 @@ from .staging import (
     check_array,
     check_writeable,
     checked_root,
+    kind_of_call,
     movable,
     ranks_of,
 )
@@ -35,7 +36,8 @@ SHORT_NBYTES = 64 << 10
 
 _TAG_BITS = OPERATION_BITS + 5
 _MOST_TAG = (1 << _TAG_BITS) - 1
-_KIND, _AXES, _FOLLOWS, _SHAPE = range(4)  # words of a message: dtype, axes, whether data follow, then the shape
+_DTYPE, _KIND, _AXES, _FOLLOWS, _SHAPE = range(5)
+"""Words of a message: the dtype, the kind (`kind_number`), the axes, whether data follow, and then the shape."""
 _WORD, _MOST_AXES = 8, 64
 _MOST_HEADER = _WORD * (_SHAPE + _MOST_AXES)
 """The longest message without data."""
@@ -70,7 +72,8 @@ def isend(x: Array, dest: int, tag: int = 0, world: World | None = None) -> Oper
     dest, tag = checked_root("send", dest, world, "dest"), _checked_tag("send", tag)
     host = movable("send", x)
     follows = host.nbytes > SHORT_NBYTES
-    words = np.array([ord(host.dtype.char), host.ndim, follows, *host.shape], np.int64)
+    kind = kind_number(kind_of_call())
+    words = np.array([ord(host.dtype.char), kind, host.ndim, follows, *host.shape], np.int64)
     message = np.concatenate([bytes_of(words), bytes_of(host)]) if not follows else bytes_of(words)
 
     def steps() -> StepsTo[None]:
@@ -86,7 +89,8 @@ def recv(out: Array | None = None, source: int | None = 0, tag: int = 0, world: 
     """Receive an array that rank ``source`` sends, or any rank.
 
     Args:
-        out: receives the values, and has the shape and dtype of the sent array. Default a new array in host memory.
+        out: receives the values, and has the shape and dtype of the sent array. Default a new array in host memory, or
+            a tensor if one was sent and this rank has imported PyTorch.
         source: the sender; None for any rank, as MPI's ANY_SOURCE.
         tag: the tag of `send`.
         world: the ranks; default `hpcdp.init()`.
@@ -176,7 +180,7 @@ class _Receive:
         """Return the memory for the array that the message describes: ``out`` itself if possible."""
         words = _words(self._message)
         axes = int(words[_AXES])
-        self._sent = tuple(words[_SHAPE : _SHAPE + axes].tolist()), dtype_of_char(chr(words[_KIND]))
+        self._sent = tuple(words[_SHAPE : _SHAPE + axes].tolist()), dtype_of_char(chr(words[_DTYPE]))
         out = self._out
         self._fits = out is None or (tuple(out.shape), out.dtype) == self._sent
         self._in_place = self._fits and type(out) is np.ndarray and out.flags.carray
@@ -195,9 +199,9 @@ class _Receive:
                 "recv", where="out", expected=f"{shape} {dtype.name}, as rank {self.source} sent",
                 got=f"{out.shape} {out.dtype}",
             )  # fmt: skip
-        if out is None or self._in_place:
-            out = self._host
-        else:
+        if out is None:
+            out = in_kind_of_sender(int(_words(self._message)[_KIND]), self._host)
+        elif not self._in_place:
             bring_back(self._host, out)
         return (out, self.source) if with_sender else out
 

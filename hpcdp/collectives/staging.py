@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import threading
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -64,9 +65,21 @@ def {function.__name__}({", ".join([*by_place, *star, *by_name])}):
 def _with_tensors(function: Callable[..., Any], /, **arguments: Any) -> Any:
     call = _TensorCall(function.__name__)
     arrays = {name: call.array(name, x) if name in _ARRAY_ARGUMENTS else x for name, x in arguments.items()}
-    with call.order:
-        result = function(**arrays)
+    outer, _present.kind = kind_of_call(), call.kind
+    try:
+        with call.order:
+            result = function(**arrays)
+    finally:
+        _present.kind = outer
     return call.in_kind(result)
+
+
+_present = threading.local()
+
+
+def kind_of_call() -> ArrayKind | None:
+    """Return the kind of the tensors with which this thread has called a function of `accepts_tensors`, if any."""
+    return getattr(_present, "kind", None)
 
 
 class _TensorCall:
@@ -75,7 +88,7 @@ class _TensorCall:
     def __init__(self, operation: str) -> None:
         self.order = contextlib.ExitStack()
         self._operation = operation
-        self._kind: ArrayKind | None = None
+        self.kind: ArrayKind | None = None
         self._given: list[tuple[Array, Any]] = []
 
     def array(self, where: str, x: Any) -> Any:
@@ -88,15 +101,15 @@ class _TensorCall:
             self._given.append((x, x))
             return x
         array = kind.as_array(self._operation, where, x)
-        if self._kind is None:
-            self._kind = kind
+        if self.kind is None:
+            self.kind = kind
             self.order.enter_context(kind.ordered_with(x))
         self._given.append((array, x))
         return array
 
     def in_kind(self, result: Any) -> Any:
         """Return a result with tensors for its arrays."""
-        if self._kind is None or result is None or type(result) is int:
+        if self.kind is None or result is None or type(result) is int or kinds[type(result)] is not None:
             return result
         if isinstance(result, Operation):
             result.convert = self.in_kind
@@ -106,9 +119,9 @@ class _TensorCall:
         for array, x in self._given:
             if array is result:
                 if array is not x:
-                    self._kind.written(x)
+                    self.kind.written(x)
                 return x
-        return self._kind.of_array(result)
+        return self.kind.of_array(result)
 
 
 def to_host_memory(x: Array) -> np.ndarray:

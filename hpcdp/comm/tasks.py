@@ -68,7 +68,8 @@ class Operation(Generic[T]):
         self.value: T
         """The result, once it is complete."""
         self.convert: Callable[[T], Any] | None = None
-        """Makes what `wait` returns of the result, for callers whose arrays are of another kind; called once."""
+        """Makes what `wait` returns of the result, for callers whose arrays are of another kind; called until it
+        succeeds."""
         self._test, self._watchdog = test, watchdog
         self._asked: float | None = None
 
@@ -105,9 +106,9 @@ class Operation(Generic[T]):
             HpcdpError: the operation has failed.
         """
         wait_for(self.test)
-        convert, self.convert = self.convert, None
-        if convert is not None:
-            self.value = convert(self.value)
+        if self.convert is not None:
+            self.value = self.convert(self.value)
+            self.convert = None
         return self.value
 
 

@@ -231,8 +231,24 @@ kinds = _Kinds()
 """``kinds[type(x)]``: the kind of ``x``, None for arrays of NumPy and CuPy and whatever is no array."""
 
 
+def _module_of(name: str) -> str:
+    return {module.rpartition(".")[2]: module for module in _MODULES.values()}[name]
+
+
 def kind_named(name: str) -> ArrayKind:
     """Return the kind that a message names; `KeyError` if there is none."""
-    module = {module.rpartition(".")[2]: module for module in _MODULES.values()}[name]
-    importlib.import_module(module)
+    importlib.import_module(_module_of(name))
     return next(kind for kind in _registered.values() if kind.name == name)
+
+
+def kind_number(kind: ArrayKind | None) -> int:
+    """Return the number by which messages name a kind; 0 for arrays of NumPy and CuPy."""
+    return 0 if kind is None else 1 + list(_MODULES.values()).index(_module_of(kind.name))
+
+
+def in_kind_of_sender(number: int, x: Any) -> Any:
+    """Return ``x`` as the kind of its sender, if this process has imported the library of that kind; else itself."""
+    if not number or kinds[type(x)] is not None:
+        return x
+    (library, _), module = list(_MODULES.items())[number - 1]
+    return kind_named(module.rpartition(".")[2]).of_array(x) if library in sys.modules else x

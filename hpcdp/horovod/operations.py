@@ -322,14 +322,8 @@ def reducescatter_async(
     how = reduction_named("reducescatter", op, None)
     rows = _even_rows(tensor, process_set.size())
     scaled = _scale_(tensor.detach().clone(), prescale_factor) if prescale_factor != 1 else tensor.detach()
-    shape = (rows[process_set.rank()], *tensor.shape[1:])
-    if len(set(rows)) == 1:
-        operation = _start("reduce_scatter", [scaled], process_set, op=how)
-        return Handle(operation, lambda result: _scale_(result.reshape(shape), postscale_factor))
-    # hpcdp's shards are not of whole rows here, so reduce everything and keep the rows.
-    operation = _start("allreduce", [scaled.clone()], process_set, op=how)
-    first = sum(rows[: process_set.rank()])
-    return Handle(operation, lambda total: _scale_(total[first : first + shape[0]].clone(), postscale_factor))
+    operation = _start("reduce_scatter", [scaled], process_set, op=how, rows=rows)
+    return Handle(operation, lambda result: _scale_(result, postscale_factor))
 
 
 def reducescatter(
@@ -411,7 +405,7 @@ _STARTERS: dict[str, Callable[..., Operation[Any]]] = {
     "grouped_allgather": lambda xs, world: collectives.igrouped_allgather(xs, world),
     "broadcast": lambda xs, world, root: collectives.ibroadcast(xs[0], root, world),
     "alltoall": lambda xs, world, splits: collectives.ialltoall(xs[0], splits, world),
-    "reduce_scatter": lambda xs, world, op: collectives.ireduce_scatter(xs[0], op, world),
+    "reduce_scatter": lambda xs, world, op, rows: collectives.ireduce_scatter(xs[0], op, world, splits=rows),
     "barrier": lambda xs, world: collectives.ibarrier(world),
 }
 """``start(tensors, world, **arguments)`` by operation."""

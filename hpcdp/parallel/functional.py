@@ -14,7 +14,6 @@ Every rank must call, in the same order, and so must its backward.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,10 +23,8 @@ from .. import collectives
 from ..autograd import Gradient, Tensor, on_tape
 from ..collectives.staging import checked_root, ranks_of
 from ..comm import World
-from ..comm.communicator import bounds
-from ..core.arrays import Array, array_namespace, is_half
-from ..core.checks import described
-from ..errors import MismatchError, UnsupportedError
+from ..core.arrays import Array, array_namespace
+from ..errors import UnsupportedError
 from ..kernels.buffers import empty
 
 
@@ -61,7 +58,7 @@ def allgather(x: Tensor, world: World | None = None) -> Tensor:
     def pullback(gy: Array, dx: Gradient | None) -> None:
         if dx is not None:
             rows = collectives.allgather(np.array([shape[0]]), world).tolist()
-            dx.add(_sum_of_rows(gy, "sum", world, rows))
+            dx.add(collectives.reduce_scatter(gy, world=world, splits=rows))
 
     return on_tape(collectives.allgather(x.data, world), (x,), pullback)
 
@@ -79,18 +76,14 @@ def reduce_scatter(
             of N for rank r of n.
     """
     op, world = _checked_op("reduce_scatter", op), ranks_of(world)
-    limits = bounds(x.shape[0], world.size)
-    rows = [last - first for first, last in itertools.pairwise(limits)] if splits is None else [*splits]
-    if len(rows) != world.size or min(rows) < 0 or sum(rows) != x.shape[0]:
-        expected = f"{world.size} numbers of rows, with the sum {x.shape[0]}"
-        raise UnsupportedError("reduce_scatter", where="splits", expected=expected, got=described(splits))
 
     def pullback(gy: Array, dx: Gradient | None) -> None:
         if dx is not None:
             gathered = collectives.allgather(gy, world)
             dx.add(gathered / gathered.dtype.type(world.size) if op == "mean" else gathered)
 
-    return on_tape(_sum_of_rows(x.data, op, world, rows), (x,), pullback)
+    shard = collectives.reduce_scatter(x.data, op, world, splits="even" if splits is None else splits)
+    return on_tape(shard, (x,), pullback)
 
 
 def alltoall(x: Tensor, splits: Sequence[int] | None = None, world: World | None = None) -> Any:
@@ -144,21 +137,6 @@ def _checked_op(operation: str, op: str) -> str:
     if op not in ("sum", "mean"):
         raise UnsupportedError(operation, where="op", expected='"sum" or "mean", which have gradients', got=repr(op))
     return op
-
-
-def _sum_of_rows(x: Array, op: str, world: World, splits: Sequence[int]) -> Array:
-    """Return this rank's rows of the sum or mean over all ranks."""
-    rows = splits[world.rank]
-    shape = (rows, *x.shape[1:])
-    if len(set(splits)) == 1:
-        return collectives.reduce_scatter(x, op, world).reshape(shape)
-    # Shards of `hpcdp.reduce_scatter` are not of whole rows, so exchange the rows and sum them here.
-    parts, counts = collectives.alltoall(x, splits, world)
-    if (counts != rows).any():
-        expected = f"{rows} rows for rank {world.rank} on all ranks"
-        raise MismatchError("reduce_scatter", where="splits", expected=expected, got=counts.tolist())
-    total = parts.reshape(world.size, *shape).sum(0, dtype=np.float32 if is_half(x) else x.dtype)
-    return (total / world.size if op == "mean" else total).astype(x.dtype)
 
 
 def fan_out(x: Tensor, parts: World) -> Tensor:

@@ -10,7 +10,6 @@ Operations return new tensors and change no argument.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,10 +19,7 @@ import torch
 from .. import collectives
 from ..collectives.staging import checked_root, ranks_of
 from ..comm import World
-from ..comm.communicator import bounds
-from ..core.checks import described
-from ..errors import MismatchError, UnsupportedError
-from . import tensors
+from ..errors import UnsupportedError
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -62,14 +58,7 @@ def reduce_scatter(
             of N for rank r of n.
     """
     op, world = _checked_op("reduce_scatter", op), ranks_of(world)
-    if x.ndim == 0:
-        raise UnsupportedError("reduce_scatter", where="x", expected="a tensor with at least one axis", got="a number")
-    rows = [last - first for first, last in itertools.pairwise(bounds(len(x), world.size))]
-    rows = rows if splits is None else [int(count) for count in splits]
-    if len(rows) != world.size or min(rows) < 0 or sum(rows) != len(x):
-        expected = f"{world.size} numbers of rows, with the sum {len(x)}"
-        raise UnsupportedError("reduce_scatter", where="splits", expected=expected, got=described(splits))
-    return _ReduceScatter.apply(x, op, world, rows)  # type: ignore[no-any-return, no-untyped-call]
+    return _ReduceScatter.apply(x, op, world, "even" if splits is None else splits)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def alltoall(x: torch.Tensor, splits: Sequence[int] | None = None, world: World | None = None) -> Any:
@@ -175,22 +164,9 @@ class _AllGather(torch.autograd.Function):
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, op: str, world: World, splits: list[int]) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, op: str, world: World, splits: Sequence[int] | str) -> torch.Tensor:
         ctx.op, ctx.world = op, world
-        rows = splits[world.rank]
-        shape = (rows, *x.shape[1:])
-        if len(set(splits)) == 1:
-            return collectives.reduce_scatter(x, op, world).reshape(shape)
-        # Shards of `hpcdp.reduce_scatter` are not of whole rows, so exchange the rows and sum them here.
-        parts, counts = collectives.alltoall(x, splits, world)
-        if (counts != rows).any():
-            raise MismatchError(
-                "reduce_scatter", where="splits", expected=f"{rows} rows for rank {world.rank} on all ranks",
-                got=counts.tolist(),
-            )  # fmt: skip
-        parts = parts.reshape(world.size, *shape)
-        total = parts.sum(0, dtype=torch.float32 if x.dtype in _HALVES else x.dtype)
-        return (total / world.size if op == "mean" else total).to(x.dtype)
+        return collectives.reduce_scatter(x, op, world, splits=splits)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
@@ -263,8 +239,7 @@ class _Recv(torch.autograd.Function):
         ctx: Any, mark: torch.Tensor, after: torch.Tensor | None, source: int, tag: int, world: World, device: Any
     ) -> torch.Tensor:
         ctx.source, ctx.tag, ctx.world, ctx.after = source, tag, world, after
-        values = collectives.recv(None, source, tag, world)
-        received: torch.Tensor = tensors.TensorKind().of_array(values).to(device)
+        received: torch.Tensor = torch.as_tensor(collectives.recv(None, source, tag, world), device=device)
         if not received.is_floating_point():
             ctx.mark_non_differentiable(received)
         return received

@@ -311,3 +311,57 @@ def test_grouped_operations(n, nodes, arrays):
             np.testing.assert_array_equal(x, np.concatenate(wanted))
 
     thread_comm.run(n, rank, nodes)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    n=st.integers(1, 8),
+    nodes=NODES,
+    case=st.sampled_from(
+        [("float32", "sum"), ("bfloat16", "mean"), ("int64", "mean"), ("bool", "sum"), ("complex64", "sum")]
+    ),
+    row=st.sampled_from([(), (3,), (2, 0)]),
+    seed=st.integers(0, 99),
+    kind=st.sampled_from(["even", "uneven", "one"]),
+    algorithm=st.sampled_from(["auto", "ring"]),
+    starts=st.booleans(),
+)
+def test_a_reduce_scatter_by_rows(n, nodes, case, row, seed, kind, algorithm, starts):
+    dtype, op = case
+    random = np.random.default_rng(seed)
+    splits = random.integers(0, 5, n).tolist() if kind == "uneven" else [*[0] * (n - 1), 7]
+    total = sum(splits) if kind != "even" else int(random.integers(0, 3 * n))
+    parts = [rows_of(rank, total, row, dtype) for rank in range(n)]
+    how = splits if kind != "even" else "even"
+    splits = np.diff([total * rank // n for rank in range(n + 1)]).tolist() if kind == "even" else splits
+    ends = np.cumsum([0, *splits])
+
+    def rank(world):
+        me = world.rank
+        wanted = hpcdp.allreduce(parts[me].copy(), op, world)[ends[me] : ends[me + 1]]
+        x = parts[me].copy()
+        if starts:
+            got = hpcdp.ireduce_scatter(x, op, world, algorithm, splits=how).wait()
+        else:
+            out = np.empty((splits[me], *row), x.dtype)
+            got = hpcdp.reduce_scatter(x, op, world, algorithm, out, splits=how)
+            assert got is out
+        np.testing.assert_allclose(got.astype("c16"), wanted.astype("c16"), 1e-2 if dtype == "bfloat16" else 1e-6)
+        assert got.dtype == x.dtype and got.shape == wanted.shape and (x == parts[me]).all()
+
+    thread_comm.run(n, rank, nodes)
+
+
+@pytest.mark.parametrize("nodes", [None, 1])
+def test_splits_that_do_not_fit_or_differ_are_refused(nodes):
+    def rank(world):
+        for wrong in ([1, 2], [5, 5, -4], [2, 2, 3], 3, "odd"):
+            with pytest.raises(UnsupportedError) as caught:
+                hpcdp.reduce_scatter(np.zeros((6, 2)), world=world, splits=wrong)
+            assert caught.value.where == "splits"
+        for _ in range(2):
+            with pytest.raises(MismatchError) as differs:
+                hpcdp.reduce_scatter(np.zeros(6), world=world, splits=[1, 2, 3] if world.rank else [3, 2, 1])
+            assert "splits" in str(differs.value)
+
+    thread_comm.run(3, rank, nodes)

@@ -210,6 +210,17 @@ def test_objects_arrive_as_they_were(kind, nodes):
             hpcdp.send_object(thing, 1, world=world)
         if me == 1:
             assert is_same(hpcdp.recv_object(0, world=world), thing)
+        started = [
+            hpcdp.ibroadcast_object(thing if me == 0 else me, 0, world),
+            hpcdp.iallgather_object([me, thing], world),
+            hpcdp.igather_object((me, thing), 1, world),
+            hpcdp.iscatter_object(parts if me == 0 else None, 0, world),
+            hpcdp.isend_object(thing, (me + 1) % n, 3, world),
+            hpcdp.irecv_object((me - 1) % n, 3, world),
+        ]
+        ends = [started[number].wait() for number in (5, 3, 0, 4, 2, 1)]
+        wanted = [thing, parts[me], thing, None, gathered, [[other, thing] for other in range(n)]]
+        assert all(map(is_same, ends, wanted))
 
     thread_comm.run(3, rank, nodes)
 
@@ -228,6 +239,8 @@ def test_what_cannot_be_sent_is_an_error_on_every_rank(value):
             lambda: hpcdp.allgather_object(value if world.rank == 2 else 3, world),
             lambda: hpcdp.scatter_object([1, value, 2] if world.rank == 0 else None, 0, world),
             lambda: hpcdp.scatter_object([1, 2] if world.rank == 0 else None, 0, world),
+            lambda: hpcdp.ibroadcast_object(value if world.rank == 1 else None, 1, world).wait(),
+            lambda: hpcdp.iallgather_object(value if world.rank == 1 else 3, world).wait(),
         ):
             try:
                 call()

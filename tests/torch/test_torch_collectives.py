@@ -148,3 +148,27 @@ def test_tensors_between_processes():
         assert rows.wait()[:, 0].tolist() == [r for r in range(n) for _ in range(r + 1)]
         assert operation.wait() is x
         torch.testing.assert_close(x.double(), torch.from_numpy(expected), rtol=2e-2, atol=0)
+
+
+def test_receivers_get_what_was_sent_tensors_or_arrays():
+    def rank(world):
+        n, me = world.size, world.rank
+        x = torch.arange(6, dtype=torch.bfloat16).reshape(3, 2)
+        for sent, kind in ((x, torch.Tensor), (np.arange(6.0), np.ndarray)):
+            rows = hpcdp.scatter(sent if me == 0 else None, 0, world)
+            assert type(rows) is kind and len(rows) == len(sent) * (me + 1) // n - len(sent) * me // n
+            hpcdp.isend(sent, (me + 1) % n, 1, world)
+            got = hpcdp.recv(None, (me - 1) % n, 1, world)
+            assert type(got) is kind and got.dtype == sent.dtype and bool((got == sent).all())
+            hpcdp.isend(sent, (me + 1) % n, 1, world)
+            got, source = hpcdp.irecv(None, None, 1, world).wait()
+            assert type(got) is kind and source == (me - 1) % n
+        out = torch.zeros(3, 2, dtype=torch.bfloat16)
+        hpcdp.isend(x, (me + 1) % n, 1, world)
+        got, source = hpcdp.recv(out, None, 1, world)
+        assert got is out and out.equal(x) and type(source) is int
+        kept = hpcdp.reduce_scatter(x.float(), "mean", world, splits="even")
+        assert kept.equal(x.float()[3 * me // n : 3 * (me + 1) // n])
+
+    for n in RANKS:
+        thread_comm.run(n, rank)
