@@ -30,9 +30,8 @@ from hpcdp.bench.measure import (
     pin_to_own_core,
     turn_medians,
 )
-from hpcdp.kernels import buffers
-from hpcdp.kernels.reference import networks
-from hpcdp.kernels.reference.networks import output_size
+from hpcdp.kernels import buffers, reference
+from hpcdp.kernels.reference import output_size
 from hpcdp.launch.parser import Parser, at_least
 
 _TOLERANCE = 2e-4
@@ -137,7 +136,7 @@ class Arrays:
     def wrong(self) -> dict[str, int]:
         """Return the number of elements of each pass that differ from the reference."""
         expected = {name: np.empty_like(x) for name, x in self.results.items()}
-        for module, into in ((kernels.load("convolution"), self.results), (networks, expected)):
+        for module, into in ((kernels.load("convolution"), self.results), (reference, expected)):
             for call in self.ours(module, into).values():
                 call()
         return {

@@ -30,7 +30,7 @@ from hpcdp.bench.measure import check_writable, describe, parse_size
 from hpcdp.comm import world as comm_world
 from hpcdp.core.arrays import Array, to_host
 from hpcdp.kernels.cuda import cudnn_conv
-from hpcdp.kernels.reference.gradients import SUM, num_blocks
+from hpcdp.kernels.reference import SUM, num_blocks
 from hpcdp.launch.parser import Parser, at_least
 from hpcdp.train import TrainStep
 from hpcdp.train.trainer import Trainer
@@ -73,7 +73,7 @@ class Case:
         """Return the number of elements of one call's arrays that differ from the reference."""
         call, ours = self.on(asarray)
         theirs = tuple(x.copy() for x in self.arrays)
-        answer, expected = call(), self.call(kernels.specification(self.family), *theirs)
+        answer, expected = call(), self.call(kernels.reference, *theirs)
         differ = 0 if expected is None else int(abs(float(answer) - expected) > 1e-12 * abs(expected))
         for x, y in zip(map(to_host, ours), theirs, strict=True):
             apart = abs(x.astype(np.float64) - y)  # unsigned integers would wrap around
@@ -112,26 +112,26 @@ def _flat(count: int) -> Iterator[Case]:
     for name, rule, number, coefficients in UPDATES:
         arrays = tuple(abs(_random(rng, count)) for _ in range(number))
         call = _named(rule, coefficients)
-        yield Case(name, "update", call, arrays, (2 * number - 1) * nbytes)
+        yield Case(name, "gradients", call, arrays, (2 * number - 1) * nbytes)
     x, wide, half = _random(rng, count), np.zeros(count, np.float32), np.zeros(count, np.uint16)
     for word in ("float16", "bfloat16"):
         for name, both in ((f"to_{word}", (x, half)), (f"from_{word}", (half, wide))):
-            yield Case(name.replace("_", " "), "elementwise", _named(name), both, nbytes * 3 // 2)
+            yield Case(name.replace("_", " "), "networks", _named(name), both, nbytes * 3 // 2)
     scaled = _named("scale", -1.0)
-    yield Case("scale", "elementwise", scaled, (x,), 2 * nbytes)
-    yield Case("sum of squares", "reduce", _sum_of_squares, (x,), nbytes)
-    yield Case("all finite", "reduce", _named("all_finite"), (x,), nbytes)
-    yield Case("add", "elementwise", _named("add"), (x, x[::-1].copy(), wide), 3 * nbytes)
-    yield Case("ReLU", "elementwise", _named("relu"), (x, wide), 2 * nbytes)
+    yield Case("scale", "networks", scaled, (x,), 2 * nbytes)
+    yield Case("sum of squares", "gradients", _sum_of_squares, (x,), nbytes)
+    yield Case("all finite", "gradients", _named("all_finite"), (x,), nbytes)
+    yield Case("add", "networks", _named("add"), (x, x[::-1].copy(), wide), 3 * nbytes)
+    yield Case("ReLU", "networks", _named("relu"), (x, wide), 2 * nbytes)
     for n in (2, 4, 8):
         rows = _random(rng, n, count)
         call = partial(_sum_rows, count)
-        yield Case(f"sum of {n} rows", "reduce", call, (rows, wide), (n + 1) * nbytes)
+        yield Case(f"sum of {n} rows", "gradients", call, (rows, wide), (n + 1) * nbytes)
 
 
 def _sum_of_squares(module: ModuleType, x: Array) -> Any:
     """Left on the GPU, as for a trainer's clipping."""
-    return module.sum_of_squares(x) if module is kernels.specification("reduce") else module.all_squares([x])[0]
+    return module.sum_of_squares(x) if module is kernels.reference else module.all_squares([x])[0]
 
 
 def _sum_rows(count: int, module: ModuleType, rows: Array, out: Array) -> None:
@@ -143,10 +143,10 @@ def _of_layers(count: int) -> Iterator[Case]:
     params, grads, velocity = _random(np.random.default_rng(4), 3, count)
     bounds, squares = np.arange(_LAYERS + 1) * count // _LAYERS, np.zeros((_LAYERS, 2))
     of_norms = (params, grads, bounds, squares)
-    yield Case("LARS norms", "reduce", _named("segment_squares"), of_norms, 2 * params.nbytes, _ROUNDED)
+    yield Case("LARS norms", "gradients", _named("segment_squares"), of_norms, 2 * params.nbytes, _ROUNDED)
     into = (params, grads, velocity, np.array([4.0, 9.0]))
     update = _named("lars_sgd_momentum", (0.1, 1e-4, 0.5, 0.9, 1e-3))
-    yield Case("LARS", "update", update, into, 5 * params.nbytes)
+    yield Case("LARS", "gradients", update, into, 5 * params.nbytes)
 
 
 def _codecs(count: int) -> Iterator[Case]:
@@ -157,19 +157,19 @@ def _codecs(count: int) -> Iterator[Case]:
         codes = scales.nbytes + words.nbytes
         call = _named(f"encode_{name}", *numbers, behind=2)
         arrays = (grad, residual, scales, words)
-        yield Case(f"encode {name.replace('_', ' ')}", "compress", call, arrays, 3 * nbytes + codes)
+        yield Case(f"encode {name.replace('_', ' ')}", "gradients", call, arrays, 3 * nbytes + codes)
         decode = _named(f"decode_{name}")
         full = (abs(scales) + 0.5, words, np.zeros_like(grad))
-        yield Case(f"decode {name.replace('_', ' ')}", "compress", decode, full, nbytes + codes)
+        yield Case(f"decode {name.replace('_', ' ')}", "gradients", decode, full, nbytes + codes)
     halves = np.zeros(count, np.uint16)
     for name in ("encode_float16", "encode_bfloat16"):
         moved = 3 * nbytes + halves.nbytes
         into = (grad, residual, halves)
-        yield Case(name.replace("_", " "), "compress", _named(name), into, moved)
+        yield Case(name.replace("_", " "), "gradients", _named(name), into, moved)
     k = max(1, count // 100)
     chosen = (grad, residual, np.zeros(k, np.uint32), np.zeros(k, np.float32))
     moved = 3 * nbytes + 8 * k  # of which the sum alone is most
-    yield Case("top 1%", "compress", _named("encode_top_k"), chosen, moved)
+    yield Case("top 1%", "gradients", _named("encode_top_k"), chosen, moved)
 
 
 def _bits(count: int) -> Iterator[Case]:
@@ -179,8 +179,8 @@ def _bits(count: int) -> Iterator[Case]:
         words, of_name = np.zeros(-(-count // width), np.uint32), name.replace(" ", "_")
         pack = _named(f"pack_{of_name}", 0.5, 0.5, behind=2)
         unpack = _named(f"unpack_{of_name}", 0.5, behind=1)
-        yield Case(f"pack {name}", "compress", pack, (grad, residual, words), 3 * grad.nbytes + words.nbytes)
-        yield Case(f"unpack {name}", "compress", unpack, (words + 7, grad), grad.nbytes + words.nbytes)
+        yield Case(f"pack {name}", "gradients", pack, (grad, residual, words), 3 * grad.nbytes + words.nbytes)
+        yield Case(f"unpack {name}", "gradients", unpack, (words + 7, grad), grad.nbytes + words.nbytes)
 
 
 def _rows(count: int) -> Iterator[Case]:
@@ -189,7 +189,7 @@ def _rows(count: int) -> Iterator[Case]:
     values, table = _random(rng, count, _FEATURES), np.zeros((-(-count // _PER_ROW), _FEATURES), np.float32)
     rows = rng.integers(0, len(table), count)
     moved = values.nbytes + rows.nbytes + 2 * table.nbytes
-    yield Case("add to rows", "sequences", _named("add_rows"), (table, rows, values), moved)
+    yield Case("add to rows", "networks", _named("add_rows"), (table, rows, values), moved)
 
 
 def _layers(batch: int) -> Iterator[Case]:
@@ -208,24 +208,24 @@ def _layers(batch: int) -> Iterator[Case]:
     for name, dtype, error in (("batch norm", np.float32, _ROUNDED), ("batch norm, float16", np.float16, 2.0**-10)):
         own = planes.astype(dtype)
         into = (own, scale, shift, np.zeros_like(own), *saved)
-        yield Case(name, "normalisation", _batch_norm, into, 3 * own.nbytes, error)
+        yield Case(name, "networks", _batch_norm, into, 3 * own.nbytes, error)
     grads, dx, of_channels = gy.reshape(planes.shape), np.zeros_like(planes), np.zeros((2, _CHANNELS), np.float32)
     into = (grads, planes, scale, planes.mean(axis=(0, 2)), planes.var(axis=(0, 2)), dx, *of_channels)
-    yield Case("batch norm gradient", "normalisation", _batch_norm_gradients, into, 5 * x.nbytes, _ROUNDED)
+    yield Case("batch norm gradient", "networks", _batch_norm_gradients, into, 5 * x.nbytes, _ROUNDED)
     into, of_bias = (grads, np.maximum(planes, 0), dx, of_channels[0]), _named("bias_gradient")
-    yield Case("bias gradient, ReLU", "elementwise", of_bias, into, 3 * x.nbytes, _ROUNDED)
+    yield Case("bias gradient, ReLU", "networks", of_bias, into, 3 * x.nbytes, _ROUNDED)
     rows = x.reshape(-1, _CHANNELS * _SIDE)
-    yield Case("bias, ReLU", "elementwise", _named("add_bias", True), (rows, rows[0].copy()), 2 * x.nbytes)
+    yield Case("bias, ReLU", "networks", _named("add_bias", True), (rows, rows[0].copy()), 2 * x.nbytes)
     logits = x.reshape(-1)[: x.size // _CLASSES * _CLASSES].reshape(-1, _CLASSES)
     labels = rng.integers(0, _CLASSES, len(logits))
     losses = np.zeros(len(logits), np.float32)
     call, of_rows = _named("softmax_cross_entropy"), (logits, labels, np.zeros_like(logits), losses)
-    yield Case("softmax, loss", "sequences", call, of_rows, 2 * logits.nbytes, _ROUNDED)
+    yield Case("softmax, loss", "networks", call, of_rows, 2 * logits.nbytes, _ROUNDED)
 
 
 def _batch_norm(module: ModuleType, *arrays: Array) -> None:
     x, scale, shift, out, mean, variance = arrays
-    if module is kernels.specification("normalisation"):
+    if module is kernels.reference:
         x = x.astype(np.float32)  # in which the kernels compute with 16 bits
     module.batch_norm(x, scale, shift, out, (mean, variance), 1e-5)
 

@@ -111,7 +111,7 @@ def bare_step(widths: tuple[int, ...], x: np.ndarray, labels: np.ndarray) -> Cal
         begin += n * m + m
     outs = [np.empty((len(x), m), np.float32) for _, m in sizes]
     backs = [np.empty_like(out) for out in outs]
-    rows, update = np.arange(len(x)), kernels.load("update").sgd_momentum
+    rows, update = np.arange(len(x)), kernels.load("gradients").sgd_momentum
 
     def step() -> None:
         given = x

@@ -35,8 +35,7 @@ from hpcdp.bench.measure import (
     turn_medians,
 )
 from hpcdp.kernels import buffers
-from hpcdp.kernels.reference import gradients, networks
-from hpcdp.kernels.reference import gradients as reference_reduce
+from hpcdp.kernels import reference as plain
 
 _THRESHOLD = 0.5
 _LAYERS = 50  # as ResNet-50's
@@ -167,14 +166,14 @@ def updates(arrays: Arrays, torch: Any) -> Iterator[Kernel]:
         xs = tuple(arrays.normal() for _ in range(number))
         for state in xs[2:]:
             np.abs(state, out=state)
-        call, reference = (partial(step, each, rule, coefficients) for each in (kernels.load("update"), gradients))
+        call, reference = (partial(step, each, rule, coefficients) for each in (kernels.load("gradients"), plain))
         peer = _torch_update(torch, name, arrays) if torch else None
         yield Kernel(name, xs, call, reference, (2 * number - 1) * arrays.nbytes, peer)
 
 
 def casts(arrays: Arrays, torch: Any) -> Iterator[Kernel]:
     """Both ways between float32 and the 16-bit formats, and scaling in place."""
-    cast = kernels.load("elementwise")
+    cast = kernels.load("networks")
     for word in ("float16", "bfloat16"):
         wide, narrow = arrays.normal(), arrays.zeros(np.uint16)
         down = up = None
@@ -183,14 +182,14 @@ def casts(arrays: Arrays, torch: Any) -> Iterator[Kernel]:
             down = partial(into.copy_, source)
             up = partial(torch.empty(arrays.count).copy_, source.to(into.dtype))
         for name, xs, peer in ((f"to_{word}", (wide, narrow), down), (f"from_{word}", (narrow, arrays.zeros()), up)):
-            call, reference = getattr(cast, name), getattr(networks, name)
+            call, reference = getattr(cast, name), getattr(plain, name)
             yield Kernel(name.replace("_", " "), xs, call, reference, wide.nbytes + narrow.nbytes, peer)
 
     def scale(module: Any, x: np.ndarray) -> None:
         module.scale(x, _FACTOR)
 
     times = partial(torch.from_numpy(arrays.normal()).mul_, _FACTOR) if torch else None
-    call, reference = partial(scale, cast), partial(scale, networks)
+    call, reference = partial(scale, cast), partial(scale, plain)
     yield Kernel("scale", (arrays.normal(),), call, reference, 2 * arrays.nbytes, times)
 
 
@@ -209,7 +208,7 @@ def packing(arrays: Arrays) -> Iterator[Kernel]:
         else:
             module.unpack_two_bit(words, _THRESHOLD, out)
 
-    modules = (kernels.load("compress"), gradients)
+    modules = (kernels.load("gradients"), plain)
     for bits, in_a_word in (("two", 16), ("one", 32)):
         words, out = arrays.zeros(np.uint32, in_a_word), arrays.zeros()
         call, reference = (partial(pack, module, bits) for module in modules)
@@ -222,7 +221,7 @@ def packing(arrays: Arrays) -> Iterator[Kernel]:
 
 def sums(arrays: Arrays, torch: Any) -> Iterator[Kernel]:
     """Return the sum of the rows of a node's ranks, out of place and written back."""
-    reduce = kernels.load("reduce")
+    reduce = kernels.load("gradients")
 
     def combine(rows: np.ndarray, out: np.ndarray) -> None:
         reduce.combine(rows, 0, out.size, out, reduce.SUM)
@@ -250,7 +249,7 @@ def sums(arrays: Arrays, torch: Any) -> Iterator[Kernel]:
 
 def norms(arrays: Arrays, torch: Any) -> Iterator[Kernel]:
     """Return the sum of squares and the search for non-finite values, of which there are none; both only read."""
-    module = kernels.load("reduce")
+    module = kernels.load("gradients")
     for name, rule in (("sum of squares", "sum_of_squares"), ("all finite", "all_finite")):
         x = arrays.normal()
         peer = None
@@ -258,7 +257,7 @@ def norms(arrays: Arrays, torch: Any) -> Iterator[Kernel]:
             tensor = torch.from_numpy(x)
             norm = partial(torch.linalg.vector_norm, tensor)
             peer = norm if rule == "sum_of_squares" else partial(_all_finite_in_torch, torch, tensor)
-        yield Kernel(name, (x,), getattr(module, rule), getattr(reference_reduce, rule), arrays.nbytes, peer)
+        yield Kernel(name, (x,), getattr(module, rule), getattr(plain, rule), arrays.nbytes, peer)
 
 
 def layer_norms(arrays: Arrays) -> Iterator[Kernel]:
@@ -269,7 +268,7 @@ def layer_norms(arrays: Arrays) -> Iterator[Kernel]:
 
     bounds = np.linspace(0, arrays.count, _LAYERS + 1).astype(np.int64)
     inputs = (arrays.normal(), arrays.normal(), bounds, np.zeros((_LAYERS, 2)))
-    call, reference = (partial(squares, module) for module in (kernels.load("reduce"), reference_reduce))
+    call, reference = (partial(squares, module) for module in (kernels.load("gradients"), plain))
     yield Kernel("LARS norms", inputs, call, reference, 2 * arrays.nbytes, rtol=1e-12)
 
 

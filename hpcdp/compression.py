@@ -22,7 +22,7 @@ from . import kernels
 from .core.arrays import Array, array_namespace, is_host
 from .core.checks import boolean, instance, number, one_of
 from .errors import ConfigError
-from .kernels.reference.gradients import num_blocks
+from .kernels.reference import num_blocks
 
 __all__ = [
     "CODECS", "BFloat16", "Codec", "Compression", "ErrorFeedback", "Float16", "OneBit", "Settings", "TopK", "TwoBit",
@@ -70,12 +70,12 @@ class Codec(Protocol):
 
 def _kernels(x: Array) -> ModuleType:
     if is_host(x) and x.dtype != np.float32:
-        return kernels.specification("compress")
-    return kernels.kernels_for("compress", x)
+        return kernels.reference
+    return kernels.kernels_for("gradients", x)
 
 
 def _casts(x: Array) -> ModuleType:
-    return kernels.kernels_for("elementwise", x)
+    return kernels.kernels_for("networks", x)
 
 
 def _scaled(wire: Array, count: int) -> tuple[Array, Array]:

@@ -396,7 +396,7 @@ class Optimizer(Configurable, abc.ABC):
         if any(x.shape != param.shape for x in arrays):
             require_alike(operation, arrays)
         try:
-            getattr(kernels.load("update"), name)(*arrays, coefficients)
+            getattr(kernels.load("gradients"), name)(*arrays, coefficients)
         except TypeError:  # Numba has no version for these types; checking them first would cost 10 us a call
             require_alike(operation, arrays)
             raise
@@ -417,7 +417,7 @@ class Optimizer(Configurable, abc.ABC):
         arrays = (param, grad, *self.arrays_of(state))
         require_alike(f"{self.name}.update", arrays)
         places = () if scale is None else (scale,)
-        getattr(kernels.kernels_for("update", param), name)(*arrays, coefficients, *places)
+        getattr(kernels.kernels_for("gradients", param), name)(*arrays, coefficients, *places)
 
 
 def require_alike(operation: str, arrays: tuple[Array, ...]) -> None:
@@ -634,14 +634,14 @@ class LARS(SGD):
         arrays = (param, grad, *self.arrays_of(state))
         require_alike("lars.update", arrays)
         name, coefficients = self.kernel(step, scale)
-        update = kernels.kernels_for("update", param, plain_on_host=True)
+        update = kernels.kernels_for("gradients", param, plain_on_host=True)
         getattr(update, f"lars_{name}")(*arrays, of_layer, (*coefficients, self.trust))
 
 
 def segment_squares(params: Array, grads: Array, bounds: Array) -> Array:
     """Return the result of `reference.segment_squares` on the device of flat ``params``, without waiting."""
     out = array_namespace(params).empty((bounds.size - 1, 2), dtype=np.float64)
-    norms = kernels.kernels_for("reduce", params)
+    norms = kernels.kernels_for("gradients", params)
     norms.segment_squares(words(params), words(grads), bounds, out)
     return out
 
@@ -650,7 +650,7 @@ def squares(xs: Sequence[Array]) -> list[float]:
     """Return the squared norms of flat arrays on one device, summed in float64; waits once for a GPU."""
     if not xs:
         return []
-    return kernels.kernels_for("reduce", xs[0]).sums_of_squares(map(words, xs))  # type: ignore[no-any-return]
+    return kernels.kernels_for("gradients", xs[0]).sums_of_squares(map(words, xs))  # type: ignore[no-any-return]
 
 
 def linear_scaling(lr: float, batch_size: int, base_batch_size: int = 256) -> float:

@@ -23,7 +23,7 @@ import sys, hpcdp, hpcdp.bench.tune, hpcdp.kernels.cuda
 from hpcdp.core.files import data_folder
 from hpcdp.launch import slurm_scripts
 assert sys.prefix in hpcdp.__file__, hpcdp.__file__
-hpcdp.kernels.load("update")
+hpcdp.kernels.load("gradients")
 assert len(hpcdp.data.load("digits", "test")) > 100
 assert sys.prefix in str(data_folder("slurm")) and (data_folder("slurm") / "ranks.sh").is_file()
 assert "this_thread" in hpcdp.kernels.cuda.source("cast")

@@ -21,7 +21,7 @@ from ..errors import UnsupportedError
 from ..kernels import kernels_for
 from ..kernels.buffers import empty
 from ..kernels.cuda.cublas import matmul_of
-from ..kernels.reference.gradients import ROWS_AT_ONCE, add_up_rows
+from ..kernels.reference import ROWS_AT_ONCE, add_up_rows
 from . import tensor
 from .tape import Again, Call, Gradient, Pullback, modes, operator
 from .tensor import Tensor, as_tensor, value_of
@@ -128,7 +128,7 @@ def _sum(x: Any, y: Any) -> Array:
     if not (is_cupy(x) and is_cupy(y) and x.shape == y.shape and x.dtype == y.dtype):
         return x + y
     out = array_namespace(x).empty(x.shape, dtype=x.dtype)
-    kernels_for("elementwise", x).add(x, y, out)
+    kernels_for("networks", x).add(x, y, out)
     return out
 
 
@@ -538,7 +538,7 @@ def _taken(x: Tensor, *indices: Any, key: tuple[Any, ...], places: tuple[int, ..
     def derivative(gy: Array) -> Array:
         dx = xp.zeros(shape, dtype=gy.dtype)
         if indices:
-            kernels_for("sequences", dx).add_at(dx, chosen, gy)
+            kernels_for("networks", dx).add_at(dx, chosen, gy)
         else:
             dx[chosen] = gy
         return dx

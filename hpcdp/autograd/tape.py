@@ -368,7 +368,7 @@ class Gradient:
                 self.value = self._home
                 self._private = True
         else:
-            first, kernels = self.value, kernels_for("elementwise", self.value, plain_on_host=True)
+            first, kernels = self.value, kernels_for("networks", self.value, plain_on_host=True)
             if not self._private:  # the first contribution may have other users
                 self.value, self._private = empty(self.shape, self.dtype, self._xp), True
             kernels.add(first, contribution, self.value)

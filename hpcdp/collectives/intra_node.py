@@ -63,7 +63,7 @@ class _Staging:
 
     def __init__(self, calls: InMemory) -> None:
         memory = calls.memory
-        self._exchange, self._reduce = calls.exchange, kernels.load("reduce")
+        self._exchange, self._reduce = calls.exchange, kernels.load("gradients")
         self._ops = {name: getattr(self._reduce, name.upper()) for name in OPS}
         self._memory, self._calls = memory, calls
         self._done, self._different = self._exchange.DONE, self._exchange.DIFFERENT

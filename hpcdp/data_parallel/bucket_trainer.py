@@ -28,7 +28,7 @@ from ..core.devices import Device, Streams
 from ..core.state import FitsSaved, Saved, require_state
 from ..errors import ConfigError, HpcdpError, NonFiniteGradientError, StaleGradientError, warn
 from ..kernels.cuda.capture import numbers
-from ..kernels.reference.gradients import clipped_scale
+from ..kernels.reference import clipped_scale
 from ..nn.microbatch import enter_shard
 from ..optim import Optimizer
 from . import Reducer, Replicated, ShardedUpdate, UpdateStrategy

@@ -36,7 +36,7 @@ from ..comm.watchdog import WatchedBarrier
 from ..compression import Compression, ErrorFeedback
 from ..core.arrays import Array, array_namespace, from_host, is_half, is_host, to_host, words
 from ..core.state import Part, Sharded
-from ..kernels.reference.gradients import EVERY_ROW, SUM
+from ..kernels.reference import EVERY_ROW, SUM
 from .buckets import Bucket, Layout, Parameter, Slot, State
 
 LONGER_NBYTES = (256 << 10, 1 << 20)
@@ -155,7 +155,7 @@ class InterNodeReduction(Coder):
         super().__init__(comm, feedback, [bucket.shard for bucket in buckets])
         self._message_nbytes, self._signature = message_nbytes, signature % comm.signatures
         if self.feedback:
-            kernels.load("compress")  # compile now: in the first step all ranks would wait
+            kernels.load("gradients")  # compile now: in the first step all ranks would wait
         self._padding = [padding(bucket.slots, bucket.shard) for bucket in buckets] if self.feedback else []
 
     def tag(self, bucket: Bucket) -> int:
@@ -392,7 +392,7 @@ def sum_rows(bucket: Bucket, row: int) -> None:
         targets = slice(None) if row == EVERY_ROW else row
         bucket.rows[targets, first:last] = bucket.rows[:, first:last].sum(axis=0, dtype=bucket.rows.dtype)
     else:
-        kernels.load("reduce").combine_into(bucket.words, first, last, row, SUM)
+        kernels.load("gradients").combine_into(bucket.words, first, last, row, SUM)
 
 
 def run_together(world: World, reductions: Sequence[tuple[Bucket, Reduce]]) -> None:
@@ -441,7 +441,7 @@ class SharedMemoryReduction(BucketReduction):
         self.memory, self.gate, self.comm = ranks.memory, ranks.gate, ranks.comm
         self._world, self._num_shards = ranks.world, ranks.num_shards
         self._namespace = array_namespace(*(param.data for param in params))
-        kernels.load("reduce")  # compiled before the first step
+        kernels.load("gradients")  # compiled before the first step
 
     def allocate(self, layout: Layout) -> list[Bucket]:
         """See `BucketReduction.allocate`."""
@@ -460,10 +460,10 @@ class SharedMemoryReduction(BucketReduction):
 
     def _compile_for_halves(self, dtype: np.dtype) -> None:
         """Compile kernels now, because all ranks would wait for that in the first step."""
-        nothing, reduce = np.zeros((1, 1), dtype), kernels.load("reduce")
+        nothing, reduce = np.zeros((1, 1), dtype), kernels.load("gradients")
         reduce.combine_into(nothing, 0, 0, 0, SUM)
         reduce.sum_of_squares(nothing[0])
-        kernels.load("elementwise")
+        kernels.load("networks")
 
     def sum_shard(self, bucket: Bucket, everywhere: bool = False) -> None:
         """Sum this rank's shard over the rows, into its own row or into all rows."""

@@ -235,7 +235,7 @@ def widened(x: Array) -> Array:
 
 
 def _casts(x: Array) -> Any:
-    return kernels.kernels_for("elementwise", x)
+    return kernels.kernels_for("networks", x)
 
 
 Squares = tuple[float, float]
@@ -271,7 +271,7 @@ def squares_of_model(reducer: Reducer) -> float:
 def clipped_scale_on_gpu(reducer: Reducer, scale: float | Array, most: float) -> Array:
     """Return `reference.clipped_scale` of all sums, on the GPU: float64, shape ``(1,)``; the host does not wait."""
     sums = [words(bucket.mine) for bucket in reducer.buckets]
-    kernel = kernels.kernels_for("reduce", sums[0])
+    kernel = kernels.kernels_for("gradients", sums[0])
     return kernel.clipped_scale(kernel.all_squares(sums), scale, most)
 
 
@@ -675,7 +675,7 @@ class ShardedUpdate(UpdateStrategy):
             super().reduce_and_update(step, scale)
 
     def _sum_and_update(self, step: int, scale: float) -> None:
-        reducer, fused = self.reducer, kernels.load("update")
+        reducer, fused = self.reducer, kernels.load("gradients")
         for bucket in reducer.buckets:
             pieces = self.pieces[bucket.number]
             rules = [piece.rule_at(step) for piece in pieces]

@@ -1,12 +1,13 @@
-"""Compute kernels, in seven families, and the choice of the module for an array.
+"""Compute kernels, in three families, and the choice of the module for an array.
 
-The families are `elementwise`, `convolution`, `normalisation`, `sequences`, `reduce`, `update` and `compress`.
+The families are `networks` (elementwise operations, normalisation, sequences), `convolution` (and pooling) and
+`gradients` (sums, norms, updates, compression).
 
 - `reference` has the plain implementations, in operations that NumPy and CuPy share. They are the specification.
-- `cuda` is for CuPy arrays, with CUDA sources in the folder ``kernels`` of `hpcdp.core.files`.
-- In both, `networks` holds the first four families and `gradients` the other three.
-- ``X.py`` here has the Numba kernels of family X for NumPy arrays, see `load`. They are compiled for the types of their
-  arguments at the first call, by one process of a node, while the others wait and then read the cache (`jit`).
+- `cuda.kernels` is for CuPy arrays, with CUDA sources in the folder ``kernels`` of `hpcdp.core.files`.
+- The module here that is named as a family has the Numba kernels for NumPy arrays, see `load`. They are compiled for
+  the types of their arguments at the first call, by one process of a node, while the others wait and then read the
+  cache (`jit`).
 
 Outside of the families: `shm_allreduce` and `pushpull` for memory shared by ranks, `products` for BLAS, `buffers`, and
 `jit`, which compiles all Numba kernels.
@@ -31,12 +32,8 @@ from ..core.arrays import Array, is_cupy, is_host
 from ..core.environment import speaks
 from ..core.files import cache_dir, make_private_folder, refuse_what_others_may_write, warn_of_cache_once
 from ..errors import to_stderr
+from . import reference
 
-_GROUPS = {
-    **dict.fromkeys(("elementwise", "convolution", "normalisation", "sequences"), "networks"),
-    **dict.fromkeys(("reduce", "update", "compress"), "gradients"),
-}
-"""Module of `reference` and `cuda` that implements each family."""
 _loaded: dict[str, ModuleType] = {}
 _loading = threading.Lock()
 _turn = threading.RLock()
@@ -76,7 +73,7 @@ def compiled_dir() -> Path:
     not of the location, so all clones and environments with the same kernels share it.
     """
     folder = Path(__file__).parent
-    patterns = ("*.py", "convolution/*.py", "reference/*.py")  # kernels use constants of the reference
+    patterns = ("*.py", "convolution/*.py")  # kernels use constants of the reference
     sources = [source for pattern in patterns for source in sorted(folder.glob(pattern))]
     stamps = [(source, source.stat().st_size, source.stat().st_mtime_ns) for source in sources]
     compiled = cache_dir() / "numba" / _digest(*stamps)
@@ -197,7 +194,7 @@ def kernels_for(family: str, x: Array, plain_on_host: bool = False) -> ModuleTyp
     (`cuda.cudnn_conv`). For other arrays it is the reference.
 
     Args:
-        family: one of the seven families of kernels.
+        family: one of the three families of kernels.
         x: an array for which a function of the module will be called.
         plain_on_host: return the reference for NumPy arrays, too. For functions without a Numba kernel because NumPy is
             as fast; a program that calls only these does not load Numba.
@@ -206,18 +203,12 @@ def kernels_for(family: str, x: Array, plain_on_host: bool = False) -> ModuleTyp
         ConfigError: as `load`.
     """
     if is_host(x):
-        return specification(family) if plain_on_host else load(family)
+        return reference if plain_on_host else load(family)
     if not is_cupy(x):
-        return specification(family)
-    return _for_cuda("cudnn_conv" if family == "convolution" and _for_cuda("cudnn_conv").is_there() else family)
-
-
-@cache
-def specification(family: str) -> ModuleType:
-    """Return the reference module of a family of kernels."""
-    return importlib.import_module(f"{__name__}.reference.{_GROUPS[family]}")
+        return reference
+    return _for_cuda("cudnn_conv" if family == "convolution" and _for_cuda("cudnn_conv").is_there() else "kernels")
 
 
 @cache
 def _for_cuda(name: str) -> ModuleType:
-    return importlib.import_module(f"{__name__}.cuda.{_GROUPS.get(name, name)}")
+    return importlib.import_module(f"{__name__}.cuda.{name}")

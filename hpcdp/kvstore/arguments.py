@@ -35,7 +35,7 @@ from ..core.devices import Device, lie_together, to_device_of
 from ..engine import Variable
 from ..errors import ConfigError, HpcdpError, UnsupportedError, type_named
 from ..kernels import kernels_for
-from ..kernels.reference.gradients import SUM
+from ..kernels.reference import SUM
 
 
 class StoreKind(NamedTuple):
@@ -416,7 +416,7 @@ def sum_into(out: Array, arrays: Sequence[Array]) -> None:
             out[...] = here[0] if len(here) == 1 else merged(here)
             return
         rows, total = [_flat(x) for x in here], _flat(out)
-        kernels = kernels_for("reduce", out)
+        kernels = kernels_for("gradients", out)
         kernels.combine(rows[:_MOST_ROWS], 0, total.size, total, SUM)
         for first in range(_MOST_ROWS, len(rows), _MOST_ROWS - 1):
             more = [total, *rows[first : first + _MOST_ROWS - 1]]

@@ -413,7 +413,7 @@ class SyncStore(WorldStore):
         super().__init__(kind, world, self._of_world.engine, UPDATE)
         self._memory = Pool(world.node_memory)
         self._watchdog = ProgressEngine.of(world).watchdog
-        kernels.load("reduce")  # compiled before the first push
+        kernels.load("gradients")  # compiled before the first push
         serial = world.kept["number of stores"] = world.kept.get("number of stores", 0) + 1
         self._name = f"pushes to store {serial}"
         self._watchdog.count(self._name, self._pushes_of)

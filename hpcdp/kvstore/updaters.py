@@ -323,7 +323,7 @@ class Codes:
     """
 
     def __init__(self, compression: Compression, ends: Sequence[int], dtype: np.dtype) -> None:
-        kernels.load("compress")  # compiled here, not in the first push, for which other ranks wait
+        kernels.load("gradients")  # compiled here, not in the first push, for which other ranks wait
         self._feedback = compression.for_array(int(ends[-1]), dtype)
         self.parts = [slice(int(first), int(last)) for first, last in pairwise(ends)]
         """Elements of each part."""

@@ -24,7 +24,7 @@ from ..kernels.buffers import empty
 from ..kernels.cuda.capture import fill
 from ..kernels.cuda.cublas import dot_of, matmul_of
 from ..kernels.products import multiply
-from ..kernels.reference.networks import output_size
+from ..kernels.reference import output_size
 from .microbatch import move
 from .module import in_float32
 
@@ -37,7 +37,7 @@ __all__ = [
 def kernels_for(family: str, x: Array, plain_on_host: bool = False) -> Any:
     """Return `kernels.kernels_for`; for 16-bit arrays only CUDA has kernels of its own."""
     if is_half(x) and not is_cupy(x):
-        return kernels.specification(family)
+        return kernels.reference
     return kernels.kernels_for(family, x, plain_on_host)
 
 
@@ -132,7 +132,7 @@ def _cross_entropy(logits: Any, labels: Any) -> Tensor:
     numbers = contiguous(y) if y.dtype == np.int64 and not is_host(y) else xp.empty(y.shape, dtype=xp.int64)
     wide = np.dtype(np.float32) if is_half(a) else a.dtype
     chances, losses = xp.empty(a.shape, dtype=wide), xp.empty(y.shape, dtype=wide)
-    functions = kernels_for("sequences", a, plain_on_host=True)
+    functions = kernels_for("networks", a, plain_on_host=True)
 
     def flat(x: Array) -> Array:
         return x if y.ndim == 1 else x.reshape(math.prod(y.shape), *x.shape[y.ndim :])
@@ -248,7 +248,7 @@ def batch_norm(
     planes = a.reshape(*a.shape[:2], math.prod(a.shape[2:]))
     mean, variance = xp.empty(gamma.shape, dtype=gamma.dtype), xp.empty(gamma.shape, dtype=gamma.dtype)
     out = empty(planes.shape, a.dtype, xp)
-    compute = kernels_for("normalisation", a).batch_norm
+    compute = kernels_for("networks", a).batch_norm
     compute(planes, gamma, beta, out, (mean, variance), eps)
     if not a.size:  # 0 / 0 would propagate into the gradients of scale and shift
         mean[...], variance[...] = 0, 0
@@ -267,7 +267,7 @@ def batch_norm(
         places = [xp.empty(gamma.shape, dtype=gamma.dtype) if g is None else g.empty() for g in gradients[1:]]
         dx = empty(planes.shape, planes.dtype, xp)
         g = contiguous(gy).reshape(planes.shape)
-        kernels_for("normalisation", g).batch_norm_gradients(g, planes, gamma, (mean, variance), (dx, *places), eps)
+        kernels_for("networks", g).batch_norm_gradients(g, planes, gamma, (mean, variance), (dx, *places), eps)
         for gradient, place in zip(gradients, (dx.reshape(a.shape), *places), strict=True):
             if gradient is not None:
                 gradient.add(place)
@@ -348,7 +348,7 @@ def joint_batch_norm(
     require_channels(a, gamma, beta)
     channels = a.shape[1]
     planes = a.reshape(a.shape[0], channels, math.prod(a.shape[2:]))
-    compute = kernels_for("normalisation", a)
+    compute = kernels_for("networks", a)
     flat = xp.empty(2 * channels + 1, dtype=xp.float64)
     sums = flat[:-1].reshape(2, channels)
     compute.channel_sums(planes, sums)
@@ -440,14 +440,14 @@ def dense(x: Any, weight: Any, bias: Any = None, activation: str | None = None) 
     added = None
     if b is not None or relu:
         added = xp.zeros(w.shape[1:], dtype=w.dtype) if b is None else contiguous(b)
-        kernels_for("elementwise", a).add_bias(out, added, relu)
+        kernels_for("networks", a).add_bias(out, added, relu)
 
     def again(place: Array) -> list[Call]:
         into = place.reshape(out.shape)
         calls = [*refreshed(operand, a), product(rows, w, into)]
         if added is not None:
             calls += [] if b is None else refreshed(added, b)
-            calls += [(kernels_for("elementwise", a).add_bias, (into, added, relu))]
+            calls += [(kernels_for("networks", a).add_bias, (into, added, relu))]
         return calls
 
     def pullback(gy: Array, dx: Gradient | None, dweight: Gradient | None, dbias: Gradient | None) -> None:
@@ -455,10 +455,10 @@ def dense(x: Any, weight: Any, bias: Any = None, activation: str | None = None) 
         masked = empty(out.shape, out.dtype, xp) if relu else g
         if dbias is not None:
             place = dbias.empty()
-            kernels_for("elementwise", g).bias_gradient(g, out if relu else None, masked, place)
+            kernels_for("networks", g).bias_gradient(g, out if relu else None, masked, place)
             dbias.add(place)
         elif relu:
-            kernels_for("elementwise", g).relu_gradient(g, out, masked)
+            kernels_for("networks", g).relu_gradient(g, out, masked)
         g = masked
         if dweight is not None:
             place = dweight.empty()
@@ -487,7 +487,7 @@ def affine(a: Any, b: Any, bias: Any, activation: str | None = None) -> Tensor:
     vector, relu = contiguous(row), is_relu(activation)
     xp = array_namespace(x, y, row)
     out = matmul_of(xp)(x, y)
-    add_bias = kernels_for("elementwise", out).add_bias
+    add_bias = kernels_for("networks", out).add_bias
     flat = math.prod(out.shape[:-1]), row.size
     add_bias(out.reshape(flat), vector, relu)
     of_product = operators.gradients_of_product(x, y)
@@ -496,7 +496,7 @@ def affine(a: Any, b: Any, bias: Any, activation: str | None = None) -> Tensor:
         g = gy
         if relu:
             g = empty(out.shape, out.dtype, xp)
-            kernels_for("elementwise", gy).relu_gradient(contiguous(gy), out, g)
+            kernels_for("networks", gy).relu_gradient(contiguous(gy), out, g)
         if dbias is not None:
             dbias.add(operators.sum_to(g, row.shape))
         of_product(g, da, db)
@@ -636,12 +636,12 @@ def relu(x: Any) -> Tensor:
     # `alike` refuses foreign byte orders for the gradient kernel; integers have no gradient, but a ReLU.
     xp = array_namespace(a) if a.dtype.isnative else alike("relu", a)
     out = empty(a.shape, a.dtype, xp)
-    kernels_for("elementwise", a, plain_on_host=True).relu(a, out)
+    kernels_for("networks", a, plain_on_host=True).relu(a, out)
 
     def pullback(gy: Array, dx: Gradient | None) -> None:
         if dx is not None:
             place = dx.empty()
-            kernels_for("elementwise", gy).relu_gradient(contiguous(gy), out, place)
+            kernels_for("networks", gy).relu_gradient(contiguous(gy), out, place)
             dx.add(place)
 
     return on_tape(out, (x,), pullback, ("maximum", a, 0))

@@ -428,7 +428,7 @@ def lstm(x: Any, weight: Any, recurrent_weight: Any, bias: Any) -> Tensor:
     if a.ndim != 3 or w.shape != (a.shape[2], 4 * size) or u.shape != (size, 4 * size) or b.shape != (4 * size,):
         raise misshapen("lstm", "(batch, time, in), (in, 4 size), (size, 4 size) and (4 size,)", a, w, u, b)
     batch, time, features = a.shape
-    compute = kernels_for("sequences", a)
+    compute = kernels_for("networks", a)
     both = features + size
     inputs, gates = empty((time + 1, batch, both), a.dtype, xp), empty((time, batch, 4 * size), a.dtype, xp)
     cells, out = empty((time + 1, batch, size), a.dtype, xp), empty((batch, time, size), a.dtype, xp)
@@ -571,7 +571,7 @@ def embedding(tokens: Any, weight: Any) -> Tensor:
             place = dweight.empty()
             place[...] = 0
             values = contiguous(gy).reshape(out.shape)
-            kernels_for("sequences", w).add_rows(place, rows, values)
+            kernels_for("networks", w).add_rows(place, rows, values)
             dweight.add(place)
 
     return on_tape(
@@ -600,7 +600,7 @@ def layer_norm(x: Any, scale: Any, shift: Any, eps: float) -> Tensor:
     if a.ndim < 2 or gamma.shape != a.shape[-1:] or beta.shape != gamma.shape:
         raise misshapen("layer_norm", "(..., features), (features,) and (features,)", a, gamma, beta)
     rows = a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
-    compute = kernels_for("normalisation", a)
+    compute = kernels_for("networks", a)
     out = empty(rows.shape, a.dtype, xp)
     saved = xp.empty(rows.shape[0], dtype=a.dtype), xp.empty(rows.shape[0], dtype=a.dtype)
     compute.layer_norm(rows, gamma, beta, out, saved, eps)
@@ -627,7 +627,7 @@ def gelu(x: Any) -> Tensor:
     given = as_tensor(x).data
     a = contiguous(given)
     xp = alike("gelu", a)
-    compute = kernels_for("elementwise", a)
+    compute = kernels_for("networks", a)
     out = empty(a.shape, a.dtype, xp)
     compute.gelu(a, out)
 
@@ -663,7 +663,7 @@ def causal_attention(parts: Any, heads: int) -> Tensor:
         raise UnsupportedError("causal_attention", expected=expected, got=tuple(a.shape))
     batch, time, width = a.shape[0], a.shape[1], a.shape[2] // 3
     depth = width // heads
-    compute = kernels_for("sequences", a)
+    compute = kernels_for("networks", a)
     matmul = matmul_of(xp)
     factor = 1 / math.sqrt(depth)
 

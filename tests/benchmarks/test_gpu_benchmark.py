@@ -23,7 +23,7 @@ from hpcdp.comm import thread_comm
 from hpcdp.comm import world as comm_world
 from hpcdp.comm.world import Gpu
 from hpcdp.errors import ConfigError, DeviceError
-from hpcdp.kernels.cuda import gradients
+from hpcdp.kernels.cuda import kernels
 
 
 @pytest.fixture
@@ -240,7 +240,7 @@ def test_a_file_that_has_no_figures_of_a_gpu_is_refused(tmp_path: Path, wrong: s
 
 
 def test_wrong_results_are_told(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradients, "sgd", lambda param, grad, coefficients: None)
+    monkeypatch.setattr(kernels, "sgd", lambda param, grad, coefficients: None)
     case = next(cases(300))
     assert case.name == "SGD"
     assert case.wrong(cupy.asarray) == np.count_nonzero(case.arrays[1])

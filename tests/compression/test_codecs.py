@@ -8,7 +8,7 @@ from hpcdp import kernels
 from hpcdp.compression import BFloat16, Float16, OneBit, TopK, TwoBit
 from hpcdp.core.arrays import dtype_of
 from hpcdp.errors import ConfigError
-from hpcdp.kernels.reference import gradients
+from hpcdp.kernels import reference
 
 CODECS = [Float16(), BFloat16(), TwoBit(), TwoBit(0.5), OneBit(), OneBit(0.25), TopK(), TopK(0.3), TopK(1.0)]
 SIZES = [0, 1, 2, 31, 33, 255, 256, 257, 10007]
@@ -49,7 +49,7 @@ def test_compiled_and_plain_codecs_agree(codec, size, monkeypatch):
     x, residual = data(size), data(size, seed=1) / 8
     x[::7] = x[:1] if size else x[::7]  # equal magnitudes, of which the first are sent
     fast = coded(codec, x, residual)
-    monkeypatch.setattr("hpcdp.compression._kernels", lambda x: gradients)
+    monkeypatch.setattr("hpcdp.compression._kernels", lambda x: reference)
     plain = coded(codec, x, residual)
     if isinstance(codec, TwoBit | OneBit) and codec.threshold is None:  # scales are sums in another order
         assert (abs(fast[0] - plain[0]) < 1e-5).mean() > 0.999 if size else True
@@ -111,7 +111,7 @@ def test_the_largest_are_sent_and_of_equal_ones_the_first():
 def test_top_k_against_a_sort(size, k):
     x = data(size, seed=k) * np.exp2(np.random.default_rng(k).integers(-140, 100, size)).astype("f4")  # subnormals, too
     indices, values, kept = np.zeros(k, "u4"), np.zeros(k, "f4"), np.zeros(size, "f4")
-    kernels.load("compress").encode_top_k(x, kept, indices, values)
+    kernels.load("gradients").encode_top_k(x, kept, indices, values)
     wanted = np.sort(np.argsort(-abs(x), kind="stable")[:k])
     assert indices.tolist() == wanted.tolist()
     np.testing.assert_array_equal(values, x[wanted])
@@ -182,7 +182,7 @@ def test_what_no_scale_can_be_is_not_kept(codec):
 def test_two_bits_of_very_large_and_very_small_gradients(size, monkeypatch):
     x = data(300) * np.float32(size)
     fast = coded(TwoBit(), x, np.zeros_like(x))
-    monkeypatch.setattr("hpcdp.compression._kernels", lambda x: gradients)
+    monkeypatch.setattr("hpcdp.compression._kernels", lambda x: reference)
     plain = coded(TwoBit(), x, np.zeros_like(x))
     np.testing.assert_allclose(fast[0], plain[0], rtol=1e-5)
     assert (fast[0] == 0).any() and fast[0].any()
@@ -199,4 +199,4 @@ def test_a_nan_is_sent_before_an_infinity(monkeypatch):
         out, kept, _ = coded(TopK(0.3), x, np.zeros(3, "f4"))
         assert np.isnan(out[2]) and out[0] == 0
         assert kept.tolist() == [0, 1, 0]
-        monkeypatch.setattr("hpcdp.compression._kernels", lambda x: gradients)
+        monkeypatch.setattr("hpcdp.compression._kernels", lambda x: reference)

@@ -36,7 +36,7 @@ from hpcdp.core.devices import Streams, gpu
 from hpcdp.data_parallel import Reducer, buckets, gpu_reduction, sharded_update
 from hpcdp.data_parallel.trainer_state import gather_residuals, regrouped, take_residuals
 from hpcdp.errors import DeviceError, MismatchError, UnsupportedError
-from hpcdp.kernels.cuda import gradients
+from hpcdp.kernels.cuda import kernels
 from hpcdp.train.trainer import Trainer
 
 NODES = [(2, None), (3, None), (2, 1), (3, 1), (4, 2), (5, (2, 3)), (7, (4, 3))]
@@ -293,7 +293,7 @@ class CudaCodes:
         import cupy
 
         def call(*given):
-            found = getattr(gradients, name)(*(cupy.Array(x) if isinstance(x, np.ndarray) else x for x in given))
+            found = getattr(kernels, name)(*(cupy.Array(x) if isinstance(x, np.ndarray) else x for x in given))
             cupy.cuda.get_current_stream().synchronize()
             return found
 

@@ -75,7 +75,7 @@ def test_an_update_of_ones_own_on_the_object_counts_too():
 
 
 def test_a_rule_with_the_update_of_all_is_fused_with_the_sum(monkeypatch):
-    fused, calls = kernels.load("update"), []
+    fused, calls = kernels.load("gradients"), []
 
     def counted(*args):
         calls.append(args)

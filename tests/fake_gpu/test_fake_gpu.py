@@ -59,7 +59,7 @@ def test_sums_over_gpus_are_cupys_own_which_let_those_see_each_other(on_fake_gpu
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             out = cupy.ones((4, 4), "f4")
-            kernels_for("elementwise", out).add(out, x, out)
+            kernels_for("networks", out).add(out, x, out)
         print(*{each.category.__name__ for each in found})
     """
     done = on_fake_gpu("-c", textwrap.dedent(program))

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from hpcdp import kernels
-from hpcdp.kernels.reference import networks
+from hpcdp.kernels import reference
 
 EPS = 1e-5
 
@@ -17,7 +17,7 @@ def operands(shape, dtype):
 def test_the_plain_result_has_the_asked_mean_and_deviation():
     x, scale, shift, _ = operands((6, 3, 50), np.float64)
     out, saved = np.empty_like(x), (np.empty(3), np.empty(3))
-    networks.batch_norm(x, scale, shift, out, saved, EPS)
+    reference.batch_norm(x, scale, shift, out, saved, EPS)
     np.testing.assert_allclose(saved[0], x.mean(axis=(0, 2)))
     np.testing.assert_allclose(saved[1], x.var(axis=(0, 2)))
     np.testing.assert_allclose(out.mean(axis=(0, 2)), shift, atol=1e-10)
@@ -29,7 +29,7 @@ def test_the_plain_result_has_the_asked_mean_and_deviation():
 def test_the_compiled_kernels_equal_the_plain_ones(shape, dtype, tolerance):
     x, scale, shift, gy = operands(shape, dtype)
     results = {}
-    for module in (networks, kernels.load("normalisation")):
+    for module in (reference, kernels.load("networks")):
         out, saved = np.empty_like(x), (np.empty_like(scale), np.empty_like(scale))
         module.batch_norm(x, scale, shift, out, saved, EPS)
         into = np.empty_like(x), np.empty_like(scale), np.empty_like(scale)
@@ -46,7 +46,7 @@ def test_the_parts_of_a_batch_that_is_normalised_together(shape, dtype, toleranc
     saved = np.full_like(scale, 2.5), np.full_like(scale, 3.5)
     means = np.random.default_rng(0).standard_normal((2, shape[1]))
     results = {}
-    for module in (networks, kernels.load("normalisation")):
+    for module in (reference, kernels.load("networks")):
         sums, gradients, out, dx = np.empty_like(means), np.empty_like(means), np.empty_like(x), np.empty_like(x)
         module.channel_sums(x, sums)
         module.normalise(x, scale, shift, saved, out, EPS)

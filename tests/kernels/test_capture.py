@@ -11,10 +11,10 @@ from gpu_on_host import graphs as stand_in
 
 from hpcdp.comm import thread_comm
 from hpcdp.core.arrays import to_host
-from hpcdp.kernels.cuda import gradients
+from hpcdp.kernels import reference
+from hpcdp.kernels.cuda import kernels
 from hpcdp.kernels.cuda.capture import Capturer, between, fill, numbers, warmed_up
 from hpcdp.kernels.cuda.cublas import matmul
-from hpcdp.kernels.reference import gradients as reference_update
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="the stand-in for CuPy needs g++")
 
@@ -30,7 +30,7 @@ def test_a_graph_runs_when_it_is_launched(counted_graphs):
 
     def work():
         z = x + y
-        gradients.sgd(x, z, (0.5, 1.0, 0.0))
+        kernels.sgd(x, z, (0.5, 1.0, 0.0))
         found.append(z)
 
     work()
@@ -40,7 +40,7 @@ def test_a_graph_runs_when_it_is_launched(counted_graphs):
     np.testing.assert_array_equal(x.to_host(), before)
     for _ in range(2):
         wanted = before + 1
-        reference_update.sgd(before, wanted, (0.5, 1.0, 0.0))
+        reference.sgd(before, wanted, (0.5, 1.0, 0.0))
         graph.launch()
         np.testing.assert_array_equal(x.to_host(), before)
         np.testing.assert_array_equal(found[-1].to_host(), wanted)
@@ -72,8 +72,8 @@ def test_numbers_are_brought_where_they_have_changed(counted_graphs, monkeypatch
     x, gradient, rate, brought = ones(), ones(), [0.5], []
     counted = SimpleNamespace(array=lambda made: brought.append(made) or np.array(made))
     monkeypatch.setattr("hpcdp.kernels.cuda.capture.np", counted)
-    gradients.sgd(x, gradient, (0.0, 0.0, 0.0))
-    graph = Capturer().capture(lambda: gradients.sgd(x, gradient, numbers(lambda: (rate[0], 0.0, 1.0))))
+    kernels.sgd(x, gradient, (0.0, 0.0, 0.0))
+    graph = Capturer().capture(lambda: kernels.sgd(x, gradient, numbers(lambda: (rate[0], 0.0, 1.0))))
     for wanted, new in ((0.5, 0.5), (0.0, 0.25), (-0.25, 0.25), (-0.5, 0.5)):
         graph.launch()
         np.testing.assert_array_equal(x.to_host(), wanted)
@@ -99,8 +99,8 @@ def test_numbers_that_a_gpu_may_still_read_are_kept(graphs_on_host, monkeypatch)
         return x
 
     monkeypatch.setattr("hpcdp.kernels.cuda.capture.np", SimpleNamespace(array=noted))
-    gradients.sgd(x, gradient, (0.0, 0.0, 0.0))
-    graph = Capturer().capture(lambda: gradients.sgd(x, gradient, numbers(lambda: (rate[0], 0.0, 1.0))))
+    kernels.sgd(x, gradient, (0.0, 0.0, 0.0))
+    graph = Capturer().capture(lambda: kernels.sgd(x, gradient, numbers(lambda: (rate[0], 0.0, 1.0))))
     for _ in range(3):
         graph.launch()
         rate[0] /= 2

@@ -7,14 +7,14 @@ import pytest
 
 from hpcdp import kernels
 from hpcdp.core.arrays import dtype_of, is_half, words
-from hpcdp.kernels.reference import networks
+from hpcdp.kernels import reference
 
 SIZES = [0, 1, 7, 31, 2048, 2049, 5003]
 
 
 @pytest.fixture(params=["reference", "numba"])
 def module(request):
-    return networks if request.param == "reference" else kernels.load("elementwise")
+    return reference if request.param == "reference" else kernels.load("networks")
 
 
 def every_float16():
@@ -128,8 +128,8 @@ def test_any_size_gives_the_bits_of_the_reference(cast, size):
         x = x.astype(np.float16).view(np.uint16)
     out, expected = (np.empty(size + 2, np.uint16 if cast.startswith("to") else np.float32) for _ in range(2))
     out[:] = expected[:] = 7
-    getattr(kernels.load("elementwise"), cast)(x, out[1:-1])
-    getattr(networks, cast)(x, expected[1:-1])
+    getattr(kernels.load("networks"), cast)(x, out[1:-1])
+    getattr(reference, cast)(x, expected[1:-1])
     np.testing.assert_array_equal(out, expected)
 
 
@@ -140,7 +140,7 @@ def test_scale(size, dtype):
     factor = 1 / 3
     wide = x.astype(np.float32) if is_half(x) else x
     expected = (wide * wide.dtype.type(factor)).astype(x.dtype)
-    for module in (networks, kernels.load("elementwise")):
+    for module in (reference, kernels.load("networks")):
         out, inside = np.full_like(x, np.nan), x.copy()
         module.scale_into(words(x), factor, words(out))
         module.scale(words(inside), factor)
@@ -165,7 +165,7 @@ def test_copies_follow_only_where_they_are_not_rounded_to_it(dtype, module):
 
 @pytest.mark.parametrize("name", ["to_float16", "from_float16", "to_bfloat16", "from_bfloat16"])
 def test_arrays_of_different_sizes_are_refused(name):
-    cast = kernels.load("elementwise")
+    cast = kernels.load("networks")
     kinds = ("f4", "u2") if name.startswith("to") else ("u2", "f4")
     for sizes in ((64, 8), (8, 64)):
         with pytest.raises(ValueError, match="as many elements as x"):

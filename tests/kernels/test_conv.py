@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from hpcdp import kernels
-from hpcdp.kernels.reference import networks
-from hpcdp.kernels.reference.networks import output_size
+from hpcdp.kernels import reference
+from hpcdp.kernels.reference import output_size
 
 CASES = [  # batch, in channels, (height, width), out channels, kernel, stride, padding
     (3, 1, (7, 7), 2, (3, 3), (1, 1), (0, 0)),
@@ -51,10 +51,10 @@ def by_single_products(x, weight, bias, shape, stride, padding):
 def test_the_plain_convolution_is_the_sum_of_products(case):
     x, weight, bias, gy = arrays(case)
     out = np.empty_like(gy)
-    networks.conv2d(x, weight, bias, out, *case[-2:], False)
+    reference.conv2d(x, weight, bias, out, *case[-2:], False)
     np.testing.assert_allclose(out, by_single_products(x, weight, bias, gy.shape, *case[-2:]), atol=1e-12)
     relu = np.empty_like(gy)
-    networks.conv2d(x, weight, bias, relu, *case[-2:], True)
+    reference.conv2d(x, weight, bias, relu, *case[-2:], True)
     np.testing.assert_array_equal(relu, np.maximum(out, 0))
 
 
@@ -63,7 +63,7 @@ def test_the_plain_gradients_are_the_adjoint(case):
     """Convolution is linear in each operand: <gy, conv(v)> is <gradient, v> for every v."""
     x, weight, bias, gy = arrays(case)
     dx, dweight, dbias = np.empty_like(x), np.empty_like(weight), np.empty_like(bias)
-    networks.conv2d_gradients(x, weight, gy, None, (dx, dweight, dbias), *case[-2:])
+    reference.conv2d_gradients(x, weight, gy, None, (dx, dweight, dbias), *case[-2:])
     rng = np.random.default_rng(1)
     for gradient, operand in ((dx, 0), (dweight, 1), (dbias, 2)):
         operands = [x, weight, np.zeros_like(bias)]
@@ -71,7 +71,7 @@ def test_the_plain_gradients_are_the_adjoint(case):
         if operand == 2:
             operands[0] = np.zeros_like(x)
         out = np.empty_like(gy)
-        networks.conv2d(*operands, out, *case[-2:], False)
+        reference.conv2d(*operands, out, *case[-2:], False)
         np.testing.assert_allclose((gradient * v).sum(), (gy * out).sum(), atol=1e-9)
 
 
@@ -83,13 +83,13 @@ def test_the_blocked_convolution_equals_the_plain_one(case, relu, dtype, rtol):
     x, weight, bias, gy = arrays(case, dtype)
     expected, out = np.empty_like(gy), np.full_like(gy, np.nan)
     for given in (bias, None):
-        networks.conv2d(x, weight, given, expected, *case[-2:], relu)
+        reference.conv2d(x, weight, given, expected, *case[-2:], relu)
         conv.conv2d(x, weight, given, out, *case[-2:], relu)
         np.testing.assert_allclose(out, expected, rtol=rtol, atol=rtol * 20)
     mask = expected if relu else None
     wanted = [np.empty_like(each) for each in (x, weight, bias)]
     found = [np.full_like(each, np.nan) for each in wanted]
-    networks.conv2d_gradients(x, weight, gy, mask, tuple(wanted), *case[-2:])
+    reference.conv2d_gradients(x, weight, gy, mask, tuple(wanted), *case[-2:])
     conv.conv2d_gradients(x, weight, gy, mask, tuple(found), *case[-2:])
     for name, ours, plain in zip(("x", "weight", "bias"), found, wanted, strict=True):
         scale = rtol * 20 * max(1.0, float(np.abs(plain).max(initial=0)))
@@ -98,11 +98,11 @@ def test_the_blocked_convolution_equals_the_plain_one(case, relu, dtype, rtol):
 
 @pytest.mark.parametrize("module", ["reference", "conv"])
 def test_what_does_not_go_through_relu_is_no_part_of_gradients(module):
-    module = networks if module == "reference" else kernels.load("convolution")
+    module = reference if module == "reference" else kernels.load("convolution")
     case = CASES[2]
     x, weight, bias, gy = arrays(case)
     out = np.empty_like(gy)
-    networks.conv2d(x, weight, bias, out, *case[-2:], True)
+    reference.conv2d(x, weight, bias, out, *case[-2:], True)
     into = [[np.full_like(each, np.nan) for each in (x, weight, bias)] for _ in range(2)]
     for value, places in zip((0, np.nan), into, strict=True):
         gy[out == 0] = value
@@ -117,7 +117,7 @@ def test_each_gradient_comes_alone(asked):
     case = CASES[2]
     x, weight, bias, gy = arrays(case)
     wanted = [np.empty_like(each) for each in (x, weight, bias)]
-    networks.conv2d_gradients(x, weight, gy, None, tuple(wanted), *case[-2:])
+    reference.conv2d_gradients(x, weight, gy, None, tuple(wanted), *case[-2:])
     into = [None, None, None]
     into[asked] = np.full_like(wanted[asked], np.nan)
     conv.conv2d_gradients(x, weight, gy, None, tuple(into), *case[-2:])

@@ -1,7 +1,6 @@
 """How CUDA kernels are chosen, launched and refused; where there is no GPU, they run on this processor."""
 
 import ast
-import importlib
 import inspect
 import re
 import subprocess
@@ -18,29 +17,25 @@ from hpcdp import kernels, optim
 from hpcdp.core.files import data_folder
 from hpcdp.errors import UnsupportedError
 from hpcdp.kernels import cuda, reference
-from hpcdp.kernels.cuda import gradients, networks
-from hpcdp.kernels.reference import gradients as reference_compress
-from hpcdp.kernels.reference import gradients as reference_reduce
-from hpcdp.kernels.reference import gradients as reference_update
+from hpcdp.kernels.cuda import kernels as cuda_kernels
 
 FOLDER = Path(cuda.__file__).parent
 SOURCES = data_folder("kernels")
-FAMILIES = sorted(kernels._GROUPS)
-GROUPS = sorted(set(kernels._GROUPS.values()))
-ON_GPUS_ALONE = {"reduce": "all_squares", "update": "scale"}
-"""A function, and an argument, that spare the host a wait, and exist in CUDA modules only."""
+FAMILIES = ("networks", "convolution", "gradients")
+ON_GPUS_ALONE = {"function": "all_squares", "parameter": "scale"}
+"""A function, and a parameter of others, that spare the host a wait, and exist for CUDA only."""
 
 
 def test_kernels_are_chosen_by_the_array(cupy: ModuleType) -> None:
     host = np.ones(3, np.float32)
-    chosen = [kernels.kernels_for("update", x) for x in (host, standin.asarray(host))]
-    assert chosen == [kernels.load("update"), reference_update]
-    assert kernels.kernels_for("update", cupy.asarray(host)) is gradients
-    assert kernels.kernels_for("update", host, plain_on_host=True) is reference_update
+    chosen = [kernels.kernels_for("gradients", x) for x in (host, standin.asarray(host))]
+    assert chosen == [kernels.load("gradients"), reference]
+    assert kernels.kernels_for("gradients", cupy.asarray(host)) is cuda_kernels
+    assert kernels.kernels_for("gradients", host, plain_on_host=True) is reference
 
 
 def test_numpy_does_not_import_cupy() -> None:
-    program = "import sys, numpy, hpcdp.kernels.cuda.gradients, hpcdp.optim as o; x = numpy.ones(3); "
+    program = "import sys, numpy, hpcdp.kernels.cuda.kernels, hpcdp.optim as o; x = numpy.ones(3); "
     program += "o.SGD(lr=0.1).update(x, x.copy(), {}, step=1); assert 'cupy' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
 
@@ -52,44 +47,36 @@ def test_the_functions_are_those_of_the_specification(name: str) -> None:
     needed = {node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)}
     ours, theirs = (
         {
-            function: [parameter for parameter in parameters if parameter != ON_GPUS_ALONE.get(name)]
+            function: [parameter for parameter in parameters if parameter != ON_GPUS_ALONE["parameter"]]
             for function, parameters in parameters_of(module).items()
             if function in needed
         }
-        for module in (
-            importlib.import_module(f"hpcdp.kernels.cuda.{kernels._GROUPS[name]}"),
-            kernels.specification(name),
-        )
+        for module in (cuda_kernels, reference)
     )
     assert ours and ours == theirs
 
 
-@pytest.mark.parametrize("group", GROUPS)
-def test_cuda_has_no_functions_beside_those_of_the_specification(group: str) -> None:
-    ours = parameters_of(importlib.import_module(f"hpcdp.kernels.cuda.{group}"))
-    theirs = parameters_of(importlib.import_module(f"hpcdp.kernels.reference.{group}"))
-    assert ours.keys() - theirs.keys() == ({ON_GPUS_ALONE["reduce"]} if group == "gradients" else set())
+def test_cuda_has_no_functions_beside_those_of_the_specification() -> None:
+    ours, theirs = parameters_of(cuda_kernels), parameters_of(reference)
+    assert ours.keys() - theirs.keys() == {ON_GPUS_ALONE["function"]}
     for function in ours.keys() & theirs.keys():
-        extra = {ON_GPUS_ALONE["update"]} - set(theirs[function])
+        extra = {ON_GPUS_ALONE["parameter"]} - set(theirs[function])
         assert [name for name in ours[function] if name not in extra] == theirs[function]
 
 
 def parameters_of(module: ModuleType) -> dict[str, list[str]]:
     """Parameters of a module's public functions; a CUDA module may import some from the specification."""
-    stem = module.__name__.rpartition(".")[2]
+    homes = (module.__name__, reference.__name__)
     return {
         name: list(inspect.signature(function).parameters)
         for name, function in vars(module).items()
-        if inspect.isfunction(function) and function.__module__.endswith(f".{stem}") and not name.startswith("_")
+        if inspect.isfunction(function) and function.__module__ in homes and not name.startswith("_")
     }
 
 
-def test_every_family_has_a_module_of_each_kind_and_every_source_is_launched() -> None:
+def test_every_family_has_numba_kernels_and_every_source_is_launched() -> None:
     modules = {path.stem: path.read_text() for path in FOLDER.glob("*.py")}
-    assert len(FAMILIES) == 7 and all(kernels.load(name) for name in FAMILIES)
-    for folder in (FOLDER, Path(reference.__file__).parent):
-        stems = {path.stem for path in folder.glob("*.py")}
-        assert stems - {"__init__", "capture", "cublas", "cudnn_conv"} == set(GROUPS)
+    assert all(kernels.load(name) for name in FAMILIES)
     sources = {path.stem for path in SOURCES.glob("*.cu")}
     named = {name for text in modules.values() for name in re.findall(r'"(\w+)"', text)}
     assert sources <= named, sources - named
@@ -115,15 +102,15 @@ def test_an_optimizer_updates_by_one_launch(cupy: ModuleType, monkeypatch: pytes
 def test_arrays_that_kernels_cannot_read_are_refused(cupy: ModuleType) -> None:
     x = cupy.asarray(np.ones(8, np.float32))
     with raises(UnsupportedError, operation="sgd", where="dtype", expected=["float32", "float64"], got="float16"):
-        gradients.sgd(x.astype(np.float16), x.astype(np.float16), (0.1, 0.0, 1.0))
+        cuda_kernels.sgd(x.astype(np.float16), x.astype(np.float16), (0.1, 0.0, 1.0))
     with raises(UnsupportedError, operation="sgd", expected=[4, "float32"], got=(8,)):
-        gradients.sgd(x[:4], x[::2], (0.1, 0.0, 1.0))
+        cuda_kernels.sgd(x[:4], x[::2], (0.1, 0.0, 1.0))
     with raises(UnsupportedError, operation="sgd", expected=[8, "float32"], got=[7, "float32"]):
-        gradients.sgd(x, x[:7], (0.1, 0.0, 1.0))
+        cuda_kernels.sgd(x, x[:7], (0.1, 0.0, 1.0))
     with raises(UnsupportedError, operation="sgd", got=[8, "float64"]):
-        gradients.sgd(x, x.astype(np.float64), (0.1, 0.0, 1.0))
+        cuda_kernels.sgd(x, x.astype(np.float64), (0.1, 0.0, 1.0))
     with raises(UnsupportedError, operation="to_float16_f32", where="dtype", expected="uint16", got="int32"):
-        networks.to_float16(x, x.astype(np.int32))
+        cuda_kernels.to_float16(x, x.astype(np.int32))
 
 
 def test_a_source_is_complete_and_asks_for_no_header() -> None:
@@ -135,15 +122,15 @@ def test_a_source_is_complete_and_asks_for_no_header() -> None:
 
 def test_numbers_that_two_files_say_agree() -> None:
     assert f"THREADS = {cuda.THREADS}, WARP = {cuda.WARP} " in cuda.source("update")
-    assert f"PIECES = {gradients._PIECES} " in cuda.source("norms")
-    assert f"KEPT = {networks._KEPT} " in cuda.source("cross_entropy")
-    assert f"COLUMNS = {networks._COLUMNS} " in cuda.source("epilogue")
-    assert f"MAX_ROWS = {gradients.MAX_ROWS} " in cuda.source("reduce")
-    assert f"BLOCK = {reference_compress.BLOCK} }};" in cuda.source("compress")
-    constants = f"SHARE = {reference_compress.SHARE}, LARGEST = {reference_compress._LARGEST:.7e};".replace("e+", "e")
+    assert f"PIECES = {cuda_kernels._PIECES} " in cuda.source("norms")
+    assert f"KEPT = {cuda_kernels._KEPT} " in cuda.source("cross_entropy")
+    assert f"COLUMNS = {cuda_kernels._COLUMNS} " in cuda.source("epilogue")
+    assert f"MAX_ROWS = {cuda_kernels.MAX_ROWS} " in cuda.source("reduce")
+    assert f"BLOCK = {reference.BLOCK} }};" in cuda.source("compress")
+    constants = f"SHARE = {reference.SHARE}, LARGEST = {reference._LARGEST:.7e};".replace("e+", "e")
     assert constants in cuda.source("compress")
-    assert f"DIGIT_BITS = {gradients._DIGIT_BITS}, " in cuda.source("compress")
-    names = [name for name in vars(reference_reduce) if name in ("SUM", "PROD", "MIN", "MAX", "MEAN")]
+    assert f"DIGIT_BITS = {cuda_kernels._DIGIT_BITS}, " in cuda.source("compress")
+    names = [name for name in vars(reference) if name in ("SUM", "PROD", "MIN", "MAX", "MEAN")]
     assert f"enum {{ {', '.join(names)} }};" in cuda.source("reduce")
 
 

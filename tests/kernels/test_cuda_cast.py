@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from hpcdp.core.arrays import dtype_of, words
-from hpcdp.kernels.cuda import networks
-from hpcdp.kernels.reference import networks as reference_elementwise
+from hpcdp.kernels import reference
+from hpcdp.kernels.cuda import kernels
 
 SIZES = (0, 1, 2, 3, 31, 32, 33, 1031)
 
@@ -41,8 +41,8 @@ def test_same_bits_as_the_reference(cast: str, offset: int, start: int, cupy: Mo
         x = floats(size + offset) if cast.startswith("to") else halves(1 << 15)[: size + offset]
         expected = np.full(size + 16, 9, np.uint16 if cast.startswith("to") else np.float32)
         out = cupy.asarray(expected)
-        getattr(networks, cast)(cupy.asarray(x)[offset:], out[start : start + size])
-        getattr(reference_elementwise, cast)(x[offset:], expected[start : start + size])
+        getattr(kernels, cast)(cupy.asarray(x)[offset:], out[start : start + size])
+        getattr(reference, cast)(x[offset:], expected[start : start + size])
         same(cast, out.to_host(), expected)
 
 
@@ -55,16 +55,16 @@ def test_copies_follow_as_of_the_reference(dtype: str, start: int, cupy: ModuleT
         x = wide.astype(dtype_of(dtype))
         x[1::3] = 1.5
         ours = cupy.asarray(np.append(np.zeros(start, np.float32), wide))[start:]
-        networks.follow(ours, cupy.asarray(words(x)))
-        reference_elementwise.follow(wide, words(x))
+        kernels.follow(ours, cupy.asarray(words(x)))
+        reference.follow(wide, words(x))
         np.testing.assert_array_equal(ours.to_host(), wide)
 
 
 @pytest.mark.parametrize("there", ["from_float16", "from_bfloat16"])
 def test_every_half_there_and_back(there: str, cupy: ModuleType) -> None:
     x, wide, back = halves(), cupy.empty(1 << 16, np.float32), cupy.empty(1 << 16, np.uint16)
-    getattr(networks, there)(cupy.asarray(x), wide)
-    getattr(networks, there.replace("from", "to"))(wide, back)
+    getattr(kernels, there)(cupy.asarray(x), wide)
+    getattr(kernels, there.replace("from", "to"))(wide, back)
     number = ~np.isnan(wide.to_host())
     np.testing.assert_array_equal(back.to_host()[number], x[number])
     assert np.isnan(wide.to_host()).sum() == {"from_float16": 2046, "from_bfloat16": 254}[there]
@@ -74,8 +74,8 @@ def test_every_half_there_and_back(there: str, cupy: ModuleType) -> None:
 def test_float64_is_rounded_once(cupy: ModuleType) -> None:
     x = np.array([1 + 2.0**-11 + 2.0**-40, 1 + 2.0**-11, 1e300, -np.inf, np.nan])
     out, expected = cupy.empty(x.size, np.uint16), np.empty(x.size, np.uint16)
-    networks.to_float16(cupy.asarray(x), out)
-    reference_elementwise.to_float16(x, expected)
+    kernels.to_float16(cupy.asarray(x), out)
+    reference.to_float16(x, expected)
     same("to_float16", out.to_host(), expected)
     assert out.to_host()[0] == 0x3C01, "through float32 it would be a tie"
 
@@ -88,9 +88,9 @@ def test_scale(dtype: str, cupy: ModuleType, flushed: Callable[[np.ndarray], np.
         numbers = halves()[::63][:size].copy().view(kind) if kind.itemsize == 2 else floats(size).astype(kind)
         x = words(numbers)
         expected, out = np.zeros_like(x), cupy.asarray(np.zeros_like(x))
-        networks.scale_into(cupy.asarray(x), 0.3, out)
-        reference_elementwise.scale_into(words(flushed(numbers)), 0.3, expected)
+        kernels.scale_into(cupy.asarray(x), 0.3, out)
+        reference.scale_into(words(flushed(numbers)), 0.3, expected)
         wanted = flushed(expected.view(kind))
         np.testing.assert_array_equal(out.to_host().view(kind).astype("f8"), wanted.astype("f8"))  # which knows a NaN
-        networks.scale(out, -2.0)
+        kernels.scale(out, -2.0)
         np.testing.assert_array_equal(out.to_host().view(kind).astype("f8"), (wanted * kind.type(-2)).astype("f8"))

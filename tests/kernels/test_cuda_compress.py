@@ -11,9 +11,8 @@ from raises import raises
 from hpcdp.compression import BFloat16, Float16, OneBit, TopK, TwoBit
 from hpcdp.core.arrays import dtype_of, is_bfloat16
 from hpcdp.errors import UnsupportedError
-from hpcdp.kernels import cuda
-from hpcdp.kernels.cuda import gradients
-from hpcdp.kernels.reference import gradients as reference_compress
+from hpcdp.kernels import cuda, reference
+from hpcdp.kernels.cuda import kernels
 
 CODECS = [Float16(), BFloat16(), TwoBit(), TwoBit(0.5), OneBit(), OneBit(0.25), TopK(0.1), TopK(1.0)]
 DTYPES = [dtype_of(name).type for name in ("float16", "bfloat16", "float32", "float64")]
@@ -56,7 +55,7 @@ def test_codecs_on_a_device_send_what_the_specification_sends(
         wire = np.full(codec.nbytes(size, np.dtype(dtype)), 0xA5, np.uint8)
         found = coded(codec, *(cupy.asarray(each) for each in (x, residual, wire)))
         with monkeypatch.context() as patched:
-            patched.setattr("hpcdp.compression._kernels", lambda x: reference_compress)
+            patched.setattr("hpcdp.compression._kernels", lambda x: reference)
             expected = coded(codec, x, residual, wire)
         if isinstance(codec, TwoBit | OneBit) and codec.threshold is None:  # scales are sums in another order
             largest = abs(expected[0].astype(np.float64)).max(initial=0)
@@ -99,8 +98,8 @@ def sent_alike(cupy: ModuleType, x: np.ndarray, residual: np.ndarray, k: int) ->
     expected = np.empty(k, np.uint32), np.empty(k, x.dtype)
     found = tuple(cupy.asarray(each) for each in expected)
     kept = cupy.asarray(residual)
-    gradients.encode_top_k(cupy.asarray(x), kept, *found)
-    reference_compress.encode_top_k(x, residual, *expected)
+    kernels.encode_top_k(cupy.asarray(x), kept, *found)
+    reference.encode_top_k(x, residual, *expected)
     for ours, theirs in zip((*found, kept), (*expected, residual), strict=True):
         same(ours, theirs)
     return found, expected
@@ -121,8 +120,8 @@ def test_top_k(dtype: type, blocks: int, cupy: ModuleType, monkeypatch: pytest.M
         x[6:7] = -x[5:6]
         found, expected = sent_alike(cupy, x, residual, k)
         out, whole = cupy.asarray(np.full(size, 7, dtype)), np.full(size, 7, dtype)
-        gradients.decode_top_k(*found, out)
-        reference_compress.decode_top_k(*expected, whole)
+        kernels.decode_top_k(*found, out)
+        reference.decode_top_k(*expected, whole)
         same(out, whole)
 
 
@@ -132,7 +131,7 @@ def test_top_k_where_the_sample_misleads(
     dtype: type, wanted: int, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A floor that fewer than k elements reach, and one that all do."""
-    monkeypatch.setattr(gradients, "_sample", lambda packs, chosen_of_pack: (3, wanted))
+    monkeypatch.setattr(kernels, "_sample", lambda packs, chosen_of_pack: (3, wanted))
     x, residual = given(9001, dtype)
     sent_alike(cupy, x, residual, 90)
 
@@ -168,13 +167,13 @@ def test_top_k_of_sparse_gradients_sets_no_more_zeros_aside_than_are_sent(
 
 def test_top_k_sets_few_candidates_aside(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch, numbers: list[int]) -> None:
     """In step after step: what is kept gathers just below what is sent."""
-    monkeypatch.setattr(gradients, "_SAMPLED_PACKS", 1 << 13)
+    monkeypatch.setattr(kernels, "_SAMPLED_PACKS", 1 << 13)
     x = np.random.default_rng(3).standard_normal(1 << 17).astype(np.float32)
     k = x.size // 100
     grad, residual = cupy.asarray(x), cupy.asarray(np.zeros_like(x))
     for _ in range(12):
         sent = cupy.asarray(np.empty(k, np.uint32)), cupy.asarray(np.empty(k, np.float32))
-        gradients.encode_top_k(grad, residual, *sent)
+        kernels.encode_top_k(grad, residual, *sent)
         assert k <= numbers[-2] == numbers[-1] <= 2 * k  # the second time nothing was done
 
 
@@ -192,7 +191,7 @@ def test_more_blocks_than_are_launched(bits: int, cupy: ModuleType, monkeypatch:
 def test_an_index_out_of_range_is_dropped(cupy: ModuleType) -> None:
     out = cupy.asarray(np.ones(3, np.float32))
     arrays = np.array([1, 3, 2**32 - 1], np.uint32), np.array([5, 6, 7], np.float32)
-    gradients.decode_top_k(*(cupy.asarray(each) for each in arrays), out)
+    kernels.decode_top_k(*(cupy.asarray(each) for each in arrays), out)
     same(out, np.array([0, 5, 0], np.float32))
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from hpcdp import optim
-from hpcdp.kernels.cuda import gradients
-from hpcdp.kernels.reference import gradients as reference_update
+from hpcdp.kernels import reference
+from hpcdp.kernels.cuda import kernels
 
 NUMBERS = {"sgd": (0.1, 0.01, 0.3, 0.02), "sgd_momentum": (0.1, 0.01, 0.3, 0.9, 0.02)}
 NUMBERS["sgd_nesterov"] = NUMBERS["sgd_momentum"]
@@ -33,8 +33,8 @@ def test_same_bits_as_the_reference(rule: str, dtype: type, cupy: ModuleType) ->
             plain, of_norms = given(rule, dtype, size), np.array(squares, np.float64)
             arrays = [cupy.asarray(np.append(np.zeros(offset, dtype), x))[offset:] for x in plain]
             for _ in range(2):
-                getattr(gradients, f"lars_{rule}")(*arrays, cupy.asarray(of_norms), NUMBERS[rule])
-                getattr(reference_update, f"lars_{rule}")(*plain, of_norms, NUMBERS[rule])
+                getattr(kernels, f"lars_{rule}")(*arrays, cupy.asarray(of_norms), NUMBERS[rule])
+                getattr(reference, f"lars_{rule}")(*plain, of_norms, NUMBERS[rule])
             for ours, theirs in zip(arrays, plain, strict=True):
                 np.testing.assert_array_equal(ours.to_host(), theirs)
 

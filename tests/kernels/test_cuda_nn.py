@@ -14,12 +14,9 @@ from hpcdp import nn
 from hpcdp.autograd import Tensor, record
 from hpcdp.core.arrays import dtype_of, is_half
 from hpcdp.errors import UnsupportedError
-from hpcdp.kernels import cuda
-from hpcdp.kernels.cuda import cudnn_conv, networks
-from hpcdp.kernels.reference import networks as reference_convolution
-from hpcdp.kernels.reference import networks as reference_elementwise
-from hpcdp.kernels.reference import networks as reference_normalisation
-from hpcdp.kernels.reference.networks import output_size
+from hpcdp.kernels import cuda, reference
+from hpcdp.kernels.cuda import cudnn_conv, kernels
+from hpcdp.kernels.reference import output_size
 
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
 WINDOWS = [((2, 2), (2, 2), (0, 0)), ((3, 3), (2, 2), (1, 1)), ((3, 2), (1, 3), (1, 0)), ((2, 2), (3, 3), (0, 0))]
@@ -57,13 +54,13 @@ def test_add_bias_and_relu_gradient(dtype: str, relu: bool, cupy: ModuleType) ->
         y, bias, gy = (normal(shape, dtype, seed) for seed, shape in enumerate(shapes))
         y[:1, 0] = np.nan
         on_device = [cupy.asarray(x) for x in (y, bias, gy, np.empty_like(y))]
-        networks.add_bias(on_device[0], on_device[1], relu)
+        kernels.add_bias(on_device[0], on_device[1], relu)
         summed = wide(y)
-        reference_elementwise.add_bias(summed, wide(bias), relu)
+        reference.add_bias(summed, wide(bias), relu)
         same_in(y.dtype, on_device[0], summed)
         expected = np.empty_like(summed)
-        networks.relu_gradient(on_device[2], on_device[0], on_device[3])
-        reference_elementwise.relu_gradient(wide(gy), summed, expected)
+        kernels.relu_gradient(on_device[2], on_device[0], on_device[3])
+        reference.relu_gradient(wide(gy), summed, expected)
         same_in(y.dtype, on_device[3], expected)
 
 
@@ -74,26 +71,26 @@ def test_sums_and_relu_of_whole_arrays(dtype: str, offset: int, cupy: ModuleType
         a, b = normal((count,), dtype, 1), normal((count,), dtype, 2)
         a[:1], b[-1:] = np.nan, -np.inf
         expected, x = np.empty_like(wide(a)), np.empty_like(wide(a))
-        reference_elementwise.add(wide(a), wide(b), expected)
-        reference_elementwise.relu(wide(b), x)
+        reference.add(wide(a), wide(b), expected)
+        reference.relu(wide(b), x)
         ours, more = beginning_at(offset, cupy.asarray(a)), cupy.asarray(b)
         out = cupy.asarray(np.full_like(a, 7))
-        networks.relu(more, out)
+        kernels.relu(more, out)
         same_in(a.dtype, out, x)
-        networks.add(ours, more, out)
+        kernels.add(ours, more, out)
         same_in(a.dtype, out, expected)
-        networks.add(ours, more, ours)
+        kernels.add(ours, more, ours)
         same_in(a.dtype, ours, expected)
 
 
 def test_sums_of_what_no_kernel_takes_are_cupys(cupy: ModuleType) -> None:
     numbers = cupy.asarray(np.arange(6).reshape(2, 3))
     out = cupy.asarray(np.zeros((2, 3), int))
-    networks.add(numbers, numbers, out)
+    kernels.add(numbers, numbers, out)
     assert out.to_host().tolist() == [[0, 2, 4], [6, 8, 10]]
     turned = cupy.asarray(np.arange(-3, 3, dtype=np.float32).reshape(3, 2)).T
     out = cupy.asarray(np.zeros((2, 3), np.float32))
-    networks.relu(turned, out)
+    kernels.relu(turned, out)
     assert out.to_host().tolist() == [[0, 0, 1], [0, 0, 2]]
 
 
@@ -103,10 +100,10 @@ def test_add_bias_to_images(dtype: str, relu: bool, cupy: ModuleType) -> None:
     for shape in ((0, 3, 4), (2, 3, 0), (3, 5, 1), (2, 3, 3), (2, 5, 3, 3), (3, 2, 4, 4), (2, 3, 37)):
         y, bias = normal(shape, dtype, 1), normal(shape[1], dtype, 2)
         expected = wide(y.copy())
-        reference_elementwise.add_bias(expected, wide(bias), relu)
+        reference.add_bias(expected, wide(bias), relu)
         for offset in (0, 1):
             ours = beginning_at(offset, cupy.asarray(y))
-            networks.add_bias(ours, cupy.asarray(bias), relu)
+            kernels.add_bias(ours, cupy.asarray(bias), relu)
             same_in(y.dtype, ours, expected, f"{shape}")
 
 
@@ -126,15 +123,15 @@ def test_bias_gradient(dtype: str, relu: bool, shape: tuple[int, ...], cupy: Mod
     gy.reshape(-1)[-1:] += 100  # what is added up twice, or not, is no rounding
     masked, expected = wide(gy.copy()), np.empty(shape[1])
     if relu:
-        reference_elementwise.relu_gradient(wide(gy), wide(y), masked)
-    reference_elementwise.bias_gradient(masked.astype("f8"), None, None, expected)
+        reference.relu_gradient(wide(gy), wide(y), masked)
+    reference.bias_gradient(masked.astype("f8"), None, None, expected)
     few = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 1e-6, "float64": 1e-12}[dtype]
     found = []
     for offset in (0, 1):
         there = beginning_at(offset, cupy.asarray(gy))
         on_device = (beginning_at(offset, cupy.asarray(y)), beginning_at(offset, cupy.asarray(np.full_like(gy, 7))))
         dbias = cupy.asarray(np.full(shape[1], 7, gy.dtype))
-        networks.bias_gradient(there, *(on_device if relu else (None, None)), dbias)
+        kernels.bias_gradient(there, *(on_device if relu else (None, None)), dbias)
         same_in(gy.dtype, there, wide(gy))
         if relu:
             same_in(gy.dtype, on_device[1], masked)
@@ -164,8 +161,8 @@ def test_pooling(
 
     def same(name: str, *arrays: np.ndarray) -> None:
         on_device, given = [beginning_at(offset, cupy.asarray(each)) for each in arrays], [wide(x) for x in arrays]
-        getattr(networks, name)(*on_device, *steps)
-        getattr(reference_convolution, name)(*given, *steps)
+        getattr(kernels, name)(*on_device, *steps)
+        getattr(reference, name)(*given, *steps)
         for ours, theirs in zip(on_device, given, strict=True):
             same_in(x.dtype, ours, theirs, name)
         if given[-1] is not chosen and name == "max_pool":
@@ -199,25 +196,23 @@ def test_convolution(
     for added in (bias, None):
         out = wide(np.full_like(gy, 7))
         ours = [None if each is None else cupy.asarray(each) for each in (x, weight, added, np.full_like(gy, 7))]
-        networks.conv2d(*ours, stride, padding, relu)
-        reference_convolution.conv2d(
-            wide(x), wide(weight), None if added is None else wide(added), out, stride, padding, relu
-        )
+        kernels.conv2d(*ours, stride, padding, relu)
+        reference.conv2d(wide(x), wide(weight), None if added is None else wide(added), out, stride, padding, relu)
         same(ours[3], out)
     into = [cupy.asarray(np.full_like(each, 7)) for each in (x, weight, bias)]
     wanted = [wide(np.full_like(each, 7)) for each in (x, weight, bias)]
     x, out = np.where(np.isnan(x), np.zeros_like(x), x), out.astype(gy.dtype)
     arrays = (x, weight, gy, out) if relu else (x, weight, gy)
     on_device = [cupy.asarray(each) for each in arrays] + [None] * (4 - len(arrays))
-    networks.conv2d_gradients(*on_device, tuple(into), stride, padding)
+    kernels.conv2d_gradients(*on_device, tuple(into), stride, padding)
     given = *map(wide, (x, weight, gy)), wide(out) if relu else None
-    reference_convolution.conv2d_gradients(*given, tuple(wanted), stride, padding)
+    reference.conv2d_gradients(*given, tuple(wanted), stride, padding)
     for ours, theirs in zip(into[:2], wanted, strict=False):
         same(ours, theirs)
     few = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 1e-5, "float64": 1e-13}[dtype]
     same_in(gy.dtype, into[2], wanted[2], error=few)
     alone = [None, cupy.asarray(np.zeros_like(weight)), None]
-    networks.conv2d_gradients(*on_device, tuple(alone), stride, padding)
+    kernels.conv2d_gradients(*on_device, tuple(alone), stride, padding)
     same(alone[1], wanted[1])
 
 
@@ -238,8 +233,8 @@ def test_batch_norm(dtype: str, shape: tuple[int, int, int], cupy: ModuleType) -
     def same(name: str, *arrays: Any, eps: tuple[float, ...] = (1e-5,), exact: bool = False) -> None:
         on_device = [tuple(map(cupy.asarray, x)) if isinstance(x, tuple) else cupy.asarray(x) for x in arrays]
         given = [tuple(map(wide, x)) if isinstance(x, tuple) else wide(x) for x in arrays]
-        getattr(networks, name)(*on_device, *eps)
-        getattr(reference_normalisation, name)(*given, *eps)
+        getattr(kernels, name)(*on_device, *eps)
+        getattr(reference, name)(*given, *eps)
         for ours, theirs in zip(flat(on_device), flat(given), strict=True):
             error = 0 if exact else of_element if ours.dtype == x.dtype else few
             found, wanted = wide(ours.to_host()), wide(theirs.astype(ours.dtype))
@@ -264,12 +259,10 @@ def test_one_reading_is_enough_for_a_variance(dtype: str, cupy: ModuleType) -> N
     x[0, 1:3, 0] += 1e6
     x[0, 3, 0], x[0, 4, 0], x[2, 5, 7] = np.inf, np.nan, np.inf
     wanted = [np.empty(6), np.empty(6)]
-    reference_normalisation.batch_norm(
-        x.astype("f8"), np.ones(6), np.zeros(6), np.empty_like(x, "f8"), tuple(wanted), 1e-5
-    )
+    reference.batch_norm(x.astype("f8"), np.ones(6), np.zeros(6), np.empty_like(x, "f8"), tuple(wanted), 1e-5)
     saved = tuple(cupy.asarray(np.empty(6, dtype)) for _ in wanted)
     of_channels = (cupy.asarray(np.full(6, value, dtype)) for value in (1, 0))
-    networks.batch_norm(cupy.asarray(x), *of_channels, cupy.asarray(x), saved, 1e-5)
+    kernels.batch_norm(cupy.asarray(x), *of_channels, cupy.asarray(x), saved, 1e-5)
     for ours, theirs in zip(saved, wanted, strict=True):
         np.testing.assert_allclose(ours.to_host(), theirs, rtol=max(1e-10, 2 * np.finfo(dtype).eps))
 
@@ -283,7 +276,7 @@ def test_variances_of_16_bits_do_not_go_by_one_element_that_is_far_from_all_othe
         x[0, 0, far] = 1000
         ones, zeros = (cupy.asarray(np.full(1, each, "f4")) for each in (1, 0))
         saved = cupy.empty(1, dtype="f4"), cupy.empty(1, dtype="f4")
-        networks.batch_norm(cupy.asarray(x), ones, zeros, cupy.asarray(x), saved, 1e-5)
+        kernels.batch_norm(cupy.asarray(x), ones, zeros, cupy.asarray(x), saved, 1e-5)
         np.testing.assert_allclose(saved[1].to_host(), x.astype("f8").var(), rtol=1e-6)
 
 
@@ -303,7 +296,7 @@ def test_a_variance_that_rounding_makes_negative_is_zero(of_type: str, cupy: Mod
 def test_batch_norm_refuses_channels_of_16_bits(cupy: ModuleType) -> None:
     x, ones = (cupy.asarray(np.ones(shape, np.float16)) for shape in ((2, 3, 4), 3))
     with raises(UnsupportedError, operation="gradient_sums", where="dtype", expected="float32", got="float16"):
-        networks.gradient_sums(x, x, (ones, ones), cupy.asarray(np.empty((2, 3))), 0.0)
+        kernels.gradient_sums(x, x, (ones, ones), cupy.asarray(np.empty((2, 3))), 0.0)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
@@ -318,11 +311,11 @@ def test_channels_have_the_same_sums_wherever_their_elements_begin(
     for y in x[:1, 1:, :1], gy[1:, 1:, 3:4]:
         y[...] = np.inf
     expected, found = np.empty((2, shape[1])), []
-    reference_normalisation.gradient_sums(wide(gy), wide(x), (mean, ones), expected, 0.0)
+    reference.gradient_sums(wide(gy), wide(x), (mean, ones), expected, 0.0)
     for offset in (0, 1):
         views = [beginning_at(offset, cupy.asarray(y)) for y in (gy, x)]
         sums = cupy.asarray(np.empty_like(expected))
-        networks.gradient_sums(*views, (cupy.asarray(mean), cupy.asarray(ones)), sums, 0.0)
+        kernels.gradient_sums(*views, (cupy.asarray(mean), cupy.asarray(ones)), sums, 0.0)
         found.append(sums.to_host())
     np.testing.assert_array_equal(found[0], found[1])
     few = 1e-12 if dtype == "float64" else 1e-5

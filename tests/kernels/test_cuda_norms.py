@@ -9,8 +9,8 @@ import pytest
 
 from hpcdp import optim
 from hpcdp.core.arrays import dtype_of, words
-from hpcdp.kernels.cuda import gradients
-from hpcdp.kernels.reference import gradients as reference_reduce
+from hpcdp.kernels import reference
+from hpcdp.kernels.cuda import kernels
 
 DTYPES = [dtype_of(name) for name in ("float16", "bfloat16", "float32", "float64")]
 
@@ -20,27 +20,27 @@ def test_sum_of_squares(dtype: np.dtype, cupy: ModuleType) -> None:
     for size in (0, 1, 2, 3, 31, 32, 33, 5003):
         x = words(np.random.default_rng(size).standard_normal(size + 1).astype(dtype))
         on_device = cupy.asarray(x)
-        total = gradients.sum_of_squares(on_device[1:])
-        assert total == pytest.approx(reference_reduce.sum_of_squares(x[1:]), rel=1e-14)
-        assert total == gradients.sum_of_squares(cupy.asarray(x[1:])), "the same bits wherever it begins"
+        total = kernels.sum_of_squares(on_device[1:])
+        assert total == pytest.approx(reference.sum_of_squares(x[1:]), rel=1e-14)
+        assert total == kernels.sum_of_squares(cupy.asarray(x[1:])), "the same bits wherever it begins"
         if size:
             on_device[size : size + 1] = words(np.array([np.inf], dtype))[0]
-            assert gradients.sum_of_squares(on_device[1:]) == np.inf
+            assert kernels.sum_of_squares(on_device[1:]) == np.inf
 
 
 def test_squares_of_float32_do_not_overflow(cupy: ModuleType) -> None:
     x = np.array([3e38, 1e-38, -3e38], np.float32)
-    assert gradients.sum_of_squares(cupy.asarray(x)) == pytest.approx(2 * float(x[0]) ** 2, rel=1e-14)
+    assert kernels.sum_of_squares(cupy.asarray(x)) == pytest.approx(2 * float(x[0]) ** 2, rel=1e-14)
 
 
 @pytest.mark.parametrize("squares", [[4.0], [1.0, 2.0, 0.3], [0.0], [1e-300], [1.0, np.inf], [np.nan], [2.0, -np.nan]])
 @pytest.mark.parametrize("scale", [1.0, 1 / 3, 1e-9])
 def test_clipped_scale(squares: list[float], scale: float, cupy: ModuleType) -> None:
     for most in (1e-3, 0.7, 2.0, 1e200):
-        expected = reference_reduce.clipped_scale(squares, scale, most)
+        expected = reference.clipped_scale(squares, scale, most)
         assert expected <= scale
         for given in (scale, cupy.asarray(np.array([scale]))):
-            found = gradients.clipped_scale(cupy.asarray(np.array(squares)), given, most)
+            found = kernels.clipped_scale(cupy.asarray(np.array(squares)), given, most)
             assert found.to_host().tolist() == [expected]
 
 
@@ -49,12 +49,12 @@ def test_all_finite(dtype: np.dtype, cupy: ModuleType) -> None:
     for size in (0, 1, 33, 1031):
         x = np.full(size, ml_dtypes.finfo(dtype).max, dtype)
         x[::2] = ml_dtypes.finfo(dtype).smallest_subnormal
-        assert gradients.all_finite(cupy.asarray(words(x))) is True
+        assert kernels.all_finite(cupy.asarray(words(x))) is True
         for place in {0, size // 2, size - 1} if size else ():
             for special in (np.nan, np.inf, -np.inf):
                 bad = x.copy()
                 bad[place] = special
-                assert gradients.all_finite(cupy.asarray(words(bad))) is False
+                assert kernels.all_finite(cupy.asarray(words(bad))) is False
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -62,9 +62,9 @@ def test_segment_squares(dtype: np.dtype, cupy: ModuleType) -> None:
     bounds = np.array([0, 33, 33, 2003], np.int64)  # also a layer of no elements
     params, grads = (words(x) for x in np.random.default_rng(3).standard_normal((2, 2003)).astype(dtype))
     expected, out = np.zeros((2, 3, 2))
-    reference_reduce.segment_squares(params, grads, bounds, expected)
+    reference.segment_squares(params, grads, bounds, expected)
     on_device = cupy.asarray(out)
-    gradients.segment_squares(*(cupy.asarray(x) for x in (params, grads, bounds)), on_device)
+    kernels.segment_squares(*(cupy.asarray(x) for x in (params, grads, bounds)), on_device)
     np.testing.assert_allclose(on_device.to_host(), expected, rtol=1e-14)
 
 
@@ -81,7 +81,7 @@ def test_many_sums_wait_for_the_gpu_once(on_host: ModuleType, monkeypatch: pytes
     xs = [np.random.default_rng(size).standard_normal(size).astype(np.float32) for size in (0, 1, 33, 5003)]
     found = optim.squares([on_host.asarray(x) for x in xs])
     assert waits == ["to_host"]
-    assert found == pytest.approx([reference_reduce.sum_of_squares(x) for x in xs], rel=1e-14)
+    assert found == pytest.approx([reference.sum_of_squares(x) for x in xs], rel=1e-14)
     assert optim.squares([]) == []
 
 

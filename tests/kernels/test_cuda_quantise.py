@@ -5,8 +5,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from hpcdp.kernels.cuda import gradients
-from hpcdp.kernels.reference import gradients as reference_compress
+from hpcdp.kernels import reference
+from hpcdp.kernels.cuda import kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
 
@@ -26,19 +26,19 @@ def test_same_bits_as_the_reference(dtype: type, bits: int, threshold: float, cu
         words = np.full(-(-size * bits // 32) + 1, 7, np.uint32)
         given, kept, sent = grad, residual.copy(), words.copy()
         for _ in range(2):
-            getattr(reference_compress, f"pack_{name}")(grad, residual, threshold, 0.7, words[:-1])
+            getattr(reference, f"pack_{name}")(grad, residual, threshold, 0.7, words[:-1])
         for offset in (0, 1):
             on_device = [cupy.asarray(np.append(x[:1], x))[1:] if offset else cupy.asarray(x) for x in (given, kept)]
             found = cupy.asarray(sent)
             for _ in range(2):
                 packed = found[:-1]
-                getattr(gradients, f"pack_{name}")(*on_device, threshold, 0.7, packed)
+                getattr(kernels, f"pack_{name}")(*on_device, threshold, 0.7, packed)
             np.testing.assert_array_equal(found.to_host(), words)
             of_floats = np.float16 if dtype == np.float16 else dtype
             np.testing.assert_array_equal(on_device[1].to_host().view(of_floats), residual.view(of_floats))
         for offset in (0, 1):
             out = cupy.asarray(np.full(size + 2, 7, grad.dtype))
             expected = np.full(size + 2, 7, grad.dtype)
-            getattr(gradients, f"unpack_{name}")(packed, 0.7, out[offset : offset + size])
-            getattr(reference_compress, f"unpack_{name}")(words[:-1], 0.7, expected[offset : offset + size])
+            getattr(kernels, f"unpack_{name}")(packed, 0.7, out[offset : offset + size])
+            getattr(reference, f"unpack_{name}")(words[:-1], 0.7, expected[offset : offset + size])
             np.testing.assert_array_equal(out.to_host(), expected)

@@ -9,9 +9,9 @@ from raises import raises
 from hpcdp import kernels
 from hpcdp.core.arrays import dtype_of, is_float, words
 from hpcdp.errors import UnsupportedError
-from hpcdp.kernels.cuda import gradients
-from hpcdp.kernels.reference import gradients as reference_reduce
-from hpcdp.kernels.reference.gradients import EVERY_ROW, MAX, MEAN, MIN, PROD, SUM
+from hpcdp.kernels import reference
+from hpcdp.kernels.cuda import kernels as cuda_kernels
+from hpcdp.kernels.reference import EVERY_ROW, MAX, MEAN, MIN, PROD, SUM
 
 OPS = [SUM, PROD, MIN, MAX, MEAN]
 pytestmark = pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
@@ -42,14 +42,14 @@ def test_combine(dtype: str, n: int, cupy: ModuleType) -> None:
         for m, lo, hi in ((1, 0, 0), (1, 0, 1), (31, 0, 31), (33, 1, 32), (520, 8, 514)):
             rows = given(dtype, n, m)
             expected = np.empty(hi - lo, rows.dtype)
-            reference_reduce.combine(rows, lo, hi, expected, op)
+            reference.combine(rows, lo, hi, expected, op)
             on_host = np.empty_like(expected)
             if dtype in ("bfloat16", "float32", "float64", "int64"):  # compiled already
-                kernels.load("reduce").combine(rows, lo, hi, on_host, op)
+                kernels.load("gradients").combine(rows, lo, hi, on_host, op)
                 np.testing.assert_array_equal(bits(on_host), bits(expected))
             for start in (0, 1):  # 1: only the result begins within a pack
                 out = cupy.asarray(np.zeros(hi - lo + 2, rows.dtype))[start : start + hi - lo]
-                gradients.combine(cupy.asarray(rows), lo, hi, out, op)
+                cuda_kernels.combine(cupy.asarray(rows), lo, hi, out, op)
                 np.testing.assert_array_equal(bits(out.to_host()), bits(expected))
 
 
@@ -57,8 +57,8 @@ def test_combine(dtype: str, n: int, cupy: ModuleType) -> None:
 def test_combine_in_place_of_rows_in_memory_of_their_own(row: int, cupy: ModuleType) -> None:
     rows = given("float32", 3, 130)
     apart = [cupy.asarray(each) for each in rows]
-    gradients.combine_into(apart, 1, 129, row, SUM)
-    reference_reduce.combine_into(rows, 1, 129, row, SUM)
+    cuda_kernels.combine_into(apart, 1, 129, row, SUM)
+    reference.combine_into(rows, 1, 129, row, SUM)
     for ours, theirs in zip(apart, rows, strict=True):
         np.testing.assert_array_equal(ours.to_host(), theirs)
 
@@ -66,8 +66,8 @@ def test_combine_in_place_of_rows_in_memory_of_their_own(row: int, cupy: ModuleT
 def test_a_launch_has_at_most_32_rows(cupy: ModuleType) -> None:
     rows = np.random.default_rng(0).standard_normal((33, 8))
     out, expected = cupy.empty(8, np.float64), np.empty(8)
-    gradients.combine(cupy.asarray(rows[:32]), 0, 8, out, SUM)
-    reference_reduce.combine(rows[:32], 0, 8, expected, SUM)
+    cuda_kernels.combine(cupy.asarray(rows[:32]), 0, 8, out, SUM)
+    reference.combine(rows[:32], 0, 8, expected, SUM)
     np.testing.assert_array_equal(out.to_host(), expected)
     with raises(UnsupportedError, operation="combine", expected=32, got=33):
-        gradients.combine(cupy.asarray(rows), 0, 8, out, SUM)
+        cuda_kernels.combine(cupy.asarray(rows), 0, 8, out, SUM)

@@ -12,9 +12,8 @@ from hpcdp import autograd
 from hpcdp.autograd import Tensor
 from hpcdp.core.arrays import dtype_of
 from hpcdp.errors import UnsupportedError
-from hpcdp.kernels import cuda
-from hpcdp.kernels.cuda import networks
-from hpcdp.kernels.reference import networks as reference_sequences
+from hpcdp.kernels import cuda, reference
+from hpcdp.kernels.cuda import kernels
 
 DTYPES = [np.float16, dtype_of("bfloat16").type, np.float32, np.float64]
 ON_GPU = os.environ.get("HPCDP_TEST_GPU", "") not in ("", "0")
@@ -34,25 +33,25 @@ def test_rows_are_added_in_their_order(cupy: ModuleType, dtype: type, number: in
     table, values = normal(dtype, number, features), normal(dtype, count, features)
     rows = RNG.integers(0, number, count) // RNG.integers(1, 9, count)  # some far more often
     on_device = cupy.asarray(table)
-    networks.add_rows(on_device, cupy.asarray(rows), cupy.asarray(values))
-    reference_sequences.add_rows(table, rows, values)
+    kernels.add_rows(on_device, cupy.asarray(rows), cupy.asarray(values))
+    reference.add_rows(table, rows, values)
     np.testing.assert_array_equal(on_device.to_host(), table)
 
 
 def test_more_places_than_blocks_at_once(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(networks, "_CHUNK", 64)
+    monkeypatch.setattr(kernels, "_CHUNK", 64)
     monkeypatch.setattr(cuda, "MAX_BLOCKS", 3)
     table, values, rows = normal("f4", 300, 2), normal("f4", 2000, 2), RNG.integers(0, 300, 2000)
     on_device = cupy.asarray(table)
-    networks.add_rows(on_device, cupy.asarray(rows), cupy.asarray(values))
-    reference_sequences.add_rows(table, rows, values)
+    kernels.add_rows(on_device, cupy.asarray(rows), cupy.asarray(values))
+    reference.add_rows(table, rows, values)
     np.testing.assert_array_equal(on_device.to_host(), table)
 
 
 def test_rows_that_are_not_in_the_table_are_left_out(cupy: ModuleType) -> None:
     table, rows = np.zeros((256, 2), "f4"), np.array([5, 261, -1, 5, 256, -251, 2**40 + 5, 5])
     on_device = cupy.asarray(table)
-    networks.add_rows(on_device, cupy.asarray(rows), cupy.asarray(np.ones((8, 2), "f4")))
+    kernels.add_rows(on_device, cupy.asarray(rows), cupy.asarray(np.ones((8, 2), "f4")))
     table[5] = 3
     np.testing.assert_array_equal(on_device.to_host(), table)
 
@@ -62,7 +61,7 @@ def test_a_table_without_rows_has_none_to_add_to(cupy: ModuleType, monkeypatch: 
     table, rows, values = (
         cupy.asarray(x) for x in (np.zeros((0, 2), "f4"), np.array([0, 3, -1]), np.ones((3, 2), "f4"))
     )
-    networks.add_rows(table, rows, values)
+    kernels.add_rows(table, rows, values)
 
 
 def test_what_the_kernels_do_not_take_is_refused(cupy: ModuleType) -> None:
@@ -71,7 +70,7 @@ def test_what_the_kernels_do_not_take_is_refused(cupy: ModuleType) -> None:
     )
     for wrong in ((table, rows[:3], values), (table, rows, values[:, :1]), (table, rows.astype("i4"), values)):
         with raises(UnsupportedError, operation="add_rows"):
-            networks.add_rows(*wrong)
+            kernels.add_rows(*wrong)
 
 
 KEYS = {

@@ -7,8 +7,8 @@ import pytest
 from raises import raises
 
 from hpcdp.errors import UnsupportedError
-from hpcdp.kernels.cuda import gradients
-from hpcdp.kernels.reference import gradients as reference_update
+from hpcdp.kernels import reference
+from hpcdp.kernels.cuda import kernels
 
 RULES = {
     "sgd": (0, (0.1, 0.01, 0.3)),
@@ -42,8 +42,8 @@ def test_same_bits_as_the_reference(rule: str, dtype: type, shifted: int | None,
         for view, x in zip(views, plain, strict=True):
             view[...] = cupy.asarray(x)
         for _ in range(2):
-            getattr(gradients, rule)(*views, RULES[rule][1])
-            getattr(reference_update, rule)(*plain, RULES[rule][1])
+            getattr(kernels, rule)(*views, RULES[rule][1])
+            getattr(reference, rule)(*plain, RULES[rule][1])
         for k, (whole, expected) in enumerate(zip(arrays, plain, strict=True)):
             surrounded = np.full(size + 8, 7, dtype)
             surrounded[starts[k] : starts[k] + size] = expected
@@ -56,13 +56,13 @@ def test_coefficients_may_lie_on_the_gpu(rule: str, dtype: type, cupy: ModuleTyp
     plain = given(rule, dtype, 67)[: 2 + RULES[rule][0]]
     arrays = [cupy.asarray(np.nan_to_num(x)) for x in plain]
     others = [cupy.asarray(np.nan_to_num(x)) for x in plain]
-    getattr(gradients, rule)(*arrays, RULES[rule][1])
-    getattr(gradients, rule)(*others, cupy.asarray(np.array(RULES[rule][1])))
+    getattr(kernels, rule)(*arrays, RULES[rule][1])
+    getattr(kernels, rule)(*others, cupy.asarray(np.array(RULES[rule][1])))
     for one, other in zip(arrays, others, strict=True):
         np.testing.assert_array_equal(one.to_host(), other.to_host())
     for wrong in (np.ones(2), np.array(RULES[rule][1], np.float32)):
         with raises(UnsupportedError, operation=rule, expected="float64"):
-            getattr(gradients, rule)(*arrays, cupy.asarray(wrong))
+            getattr(kernels, rule)(*arrays, cupy.asarray(wrong))
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
@@ -71,15 +71,15 @@ def test_coefficients_may_lie_on_the_gpu(rule: str, dtype: type, cupy: ModuleTyp
 def test_the_scale_may_lie_there_by_itself(rule: str, dtype: type, cupy: ModuleType) -> None:
     plain = [np.nan_to_num(x) for x in given(rule, dtype, 67)]
     lr, decay, scale, *others = RULES[rule][1]
-    getattr(reference_update, rule)(*plain, RULES[rule][1])
+    getattr(reference, rule)(*plain, RULES[rule][1])
     for coefficients in ((lr, decay, 7.0, *others), cupy.asarray(np.array((lr, decay, 7.0, *others)))):
         arrays = [cupy.asarray(np.nan_to_num(x)) for x in given(rule, dtype, 67)]
-        getattr(gradients, rule)(*arrays, coefficients, cupy.asarray(np.array([scale])))
+        getattr(kernels, rule)(*arrays, coefficients, cupy.asarray(np.array([scale])))
         for ours, theirs in zip(arrays, plain, strict=True):
             np.testing.assert_array_equal(ours.to_host(), theirs)
     for wrong in (np.ones(2), np.ones(1, np.float32)):
         with raises(UnsupportedError, operation=rule, expected="float64"):
-            getattr(gradients, rule)(*arrays, RULES[rule][1], cupy.asarray(wrong))
+            getattr(kernels, rule)(*arrays, RULES[rule][1], cupy.asarray(wrong))
 
 
 def test_more_elements_than_threads(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def test_more_elements_than_threads(cupy: ModuleType, monkeypatch: pytest.Monkey
     monkeypatch.setattr("hpcdp.kernels.cuda.MAX_BLOCKS", 2)
     plain = given("sgd_momentum", np.float32, 5003)
     arrays = [cupy.asarray(x) for x in plain]
-    gradients.sgd_momentum(*arrays, RULES["sgd_momentum"][1])
-    reference_update.sgd_momentum(*plain, RULES["sgd_momentum"][1])
+    kernels.sgd_momentum(*arrays, RULES["sgd_momentum"][1])
+    reference.sgd_momentum(*plain, RULES["sgd_momentum"][1])
     for ours, theirs in zip(arrays, plain, strict=True):
         np.testing.assert_array_equal(ours.to_host(), theirs)

@@ -14,9 +14,10 @@ from raises import raises
 from hpcdp import kernels
 from hpcdp.core.arrays import dtype_of, is_half
 from hpcdp.errors import ConfigError
-from hpcdp.kernels.cuda import cudnn_conv, networks
-from hpcdp.kernels.reference import networks as reference_convolution
-from hpcdp.kernels.reference.networks import output_size
+from hpcdp.kernels import reference
+from hpcdp.kernels.cuda import cudnn_conv
+from hpcdp.kernels.cuda import kernels as cuda_kernels
+from hpcdp.kernels.reference import output_size
 from hpcdp.nn import functional
 
 CASES = [((1, 1), (0, 0)), ((2, 1), (1, 2)), ((1, 2), (2, 0))]
@@ -150,15 +151,11 @@ class Graph:
             into = self.out.at(at[self.out])
             out = wide(into)
             if self.name == "conv_fprop":
-                reference_convolution.conv2d(first, second, None, out, *self.steps, False)
+                reference.conv2d(first, second, None, out, *self.steps, False)
             elif self.name == "conv_dgrad":
-                reference_convolution.conv2d_gradients(
-                    np.zeros_like(out), second, first, None, (out, None, None), *self.steps
-                )
+                reference.conv2d_gradients(np.zeros_like(out), second, first, None, (out, None, None), *self.steps)
             else:
-                reference_convolution.conv2d_gradients(
-                    first, np.zeros_like(out), second, None, (None, out, None), *self.steps
-                )
+                reference.conv2d_gradients(first, np.zeros_like(out), second, None, (None, out, None), *self.steps)
             into[...] = out
 
         cupy_module.give(run)
@@ -220,9 +217,7 @@ def test_it_is_the_specification_and_what_cudnn_refuses_goes_by_im2col(cudnn, dt
     for added in (bias, None):
         there = to_gpu(np.full_like(gy, 7))
         cudnn_conv.conv2d(to_gpu(x), to_gpu(weight), to_gpu(added), there, stride, padding, relu)
-        reference_convolution.conv2d(
-            wide(x), wide(weight), None if added is None else wide(added), out, stride, padding, relu
-        )
+        reference.conv2d(wide(x), wide(weight), None if added is None else wide(added), out, stride, padding, relu)
         close(there, out)
     out = out.astype(x.dtype) if relu else None
     for wanted in ((x, weight, bias), (None, weight, None), (x, None, bias)):
@@ -230,7 +225,7 @@ def test_it_is_the_specification_and_what_cudnn_refuses_goes_by_im2col(cudnn, dt
         theirs = [None if each is None else wide(np.full_like(each, 7)) for each in wanted]
         cudnn_conv.conv2d_gradients(*map(to_gpu, (x, weight, gy, out)), tuple(ours), stride, padding)
         given = (None if each is None else wide(each) for each in (x, weight, gy, out))
-        reference_convolution.conv2d_gradients(*given, tuple(theirs), stride, padding)
+        reference.conv2d_gradients(*given, tuple(theirs), stride, padding)
         for mine, each in zip(ours, theirs, strict=True):
             assert (mine is None) == (each is None)
             if mine is not None:
@@ -270,7 +265,7 @@ def test_the_fastest_plan_is_taken_where_that_is_asked_for(cudnn, monkeypatch):
         cudnn_conv.conv2d(to_gpu(x), to_gpu(weight), None, there, (1, 1), (0, 0), False)
         assert len(cudnn.took) == ran and cudnn.took[-1] == 0.5
         cudnn.took.clear()
-    reference_convolution.conv2d(x, weight, None, gy, (1, 1), (0, 0), False)
+    reference.conv2d(x, weight, None, gy, (1, 1), (0, 0), False)
     np.testing.assert_allclose(there.to_host(), gy, rtol=1e-4, atol=1e-4)
     monkeypatch.setenv("HPCDP_CUDNN_BENCHMARK", "0")
     cudnn_conv.conv2d(to_gpu(x[:1]), to_gpu(weight), None, to_gpu(gy[:1]), (1, 1), (0, 0), False)
@@ -325,7 +320,7 @@ def test_a_frontend_without_the_library_is_none(cudnn):
 
     cudnn.backend_version = missing
     with pytest.warns(UserWarning, match="use im2col, because cuDNN does not start: Unable to find symbol"):
-        assert kernels.kernels_for("convolution", to_gpu(np.zeros(3))) is networks
+        assert kernels.kernels_for("convolution", to_gpu(np.zeros(3))) is cuda_kernels
 
 
 def test_a_batch_of_nothing_does_not_ask_cudnn(cudnn):
@@ -343,7 +338,7 @@ def test_memory_that_does_not_begin_at_16_bytes_goes_by_im2col(cudnn, moved):
         offset = int(number == moved)
         there.append(to_gpu(np.append(np.zeros(offset, "f4"), each))[offset:].reshape(each.shape))
     cudnn_conv.conv2d(*there[:2], None, there[2], (1, 1), (0, 0), False)
-    reference_convolution.conv2d(x, weight, None, gy, (1, 1), (0, 0), False)
+    reference.conv2d(x, weight, None, gy, (1, 1), (0, 0), False)
     np.testing.assert_allclose(there[2].to_host(), gy, rtol=1e-4, atol=1e-4)
     assert not cudnn.graphs
 
@@ -358,7 +353,7 @@ def test_networks_take_it_where_it_is_installed(cudnn):
 def test_without_it_convolutions_go_by_im2col(cudnn, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     cudnn_conv.is_there.cache_clear()
-    assert kernels.kernels_for("convolution", to_gpu(np.zeros(3))) is networks
+    assert kernels.kernels_for("convolution", to_gpu(np.zeros(3))) is cuda_kernels
 
 
 def test_a_stand_in_for_cupy_has_none_where_it_is_installed(cudnn):
@@ -379,5 +374,5 @@ def test_one_that_does_not_start_is_told_once(cudnn, monkeypatch):
     monkeypatch.setattr("importlib.import_module", refuses)
     with pytest.warns(UserWarning, match=r"use im2col, because cuDNN does not start: no libcudnn\.so\.9") as told:
         for _ in range(2):
-            assert kernels.kernels_for("convolution", to_gpu(np.zeros(3))) is networks
+            assert kernels.kernels_for("convolution", to_gpu(np.zeros(3))) is cuda_kernels
     assert len(told) == 1

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from hpcdp import kernels
-from hpcdp.kernels import jit
-from hpcdp.kernels.reference import networks
-from hpcdp.kernels.reference.networks import output_size
+from hpcdp.kernels import jit, reference
+from hpcdp.kernels.reference import output_size
 
 CASES = [  # batch, in channels, (height, width), out channels, kernel, stride, padding
     (1, 1, (1, 1), 1, (1, 1), (1, 1), (0, 0)),
@@ -39,8 +38,8 @@ def in_doubles(x, weight, bias, gy, stride, padding, relu):
     """The result and the gradients of x, weights and bias by the plain convolution."""
     x, weight, bias, gy = (each.astype(np.float64) for each in (x, weight, bias, gy))
     out, into = np.empty_like(gy), tuple(np.empty_like(each) for each in (x, weight, bias))
-    networks.conv2d(x, weight, bias, out, stride, padding, relu)
-    networks.conv2d_gradients(x, weight, gy, out if relu else None, into, stride, padding)
+    reference.conv2d(x, weight, bias, out, stride, padding, relu)
+    reference.conv2d_gradients(x, weight, gy, out if relu else None, into, stride, padding)
     return out, *into
 
 

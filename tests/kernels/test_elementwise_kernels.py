@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from hpcdp import kernels
-from hpcdp.kernels.reference import networks
-from hpcdp.kernels.reference.networks import OPERATIONS
+from hpcdp.kernels import reference
+from hpcdp.kernels.reference import OPERATIONS
 
 NUMBERS = {name: number for number, name in enumerate(OPERATIONS)}
 ONE_OPERAND = ("negative", "abs", "sqrt", "sign", "gelu", "copy")
@@ -29,7 +29,7 @@ def values(size, dtype, seed):
 @pytest.mark.parametrize("size", [1, 7, 1023, 1024, 1025, 5000])
 @pytest.mark.parametrize("place", ["apart", "in place"])
 def test_each_operation_is_its_specification(name, dtype, size, place):
-    chain = kernels.load("elementwise")
+    chain = kernels.load("networks")
     a, b = values(size, dtype, 1), values(size, dtype, 2)
     operands = (a,) if name in ONE_OPERAND else (a, b)
     with np.errstate(all="ignore"):
@@ -48,7 +48,7 @@ def test_each_operation_is_its_specification(name, dtype, size, place):
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 5), (7, 3), (40, 300), (3, 1024), (5, 2500)])
 def test_rows_begin_again_after_each_period(rows, columns):
-    chain = kernels.load("elementwise")
+    chain = kernels.load("networks")
     x, row = values(rows * columns, np.float32, 1), values(columns, np.float32, 2)
     out, two = np.empty_like(x), np.full(1, 2, np.float32)
     filled, twos = (
@@ -74,7 +74,7 @@ def test_add_bias(shape, dtype, relu):
     if y.size > 10:
         y[1, 2] = np.nan
     expected = np.maximum(y + bias, 0) if relu else y + bias
-    for module in (networks, kernels.load("elementwise")):
+    for module in (reference, kernels.load("networks")):
         found = y.copy()
         module.add_bias(found, bias, relu)
         np.testing.assert_array_equal(found, expected)
@@ -87,7 +87,7 @@ def test_relu_gradient(shape, dtype):
     gy, y = rng.standard_normal(shape).astype(dtype), np.maximum(rng.standard_normal(shape), 0).astype(dtype)
     gy.flat[::5], gy.flat[2::5] = np.nan, -np.inf  # also where none goes through
     expected = np.where(y > 0, gy, 0)
-    for module in (networks, kernels.load("elementwise")):
+    for module in (reference, kernels.load("networks")):
         dx = np.full_like(gy, np.nan)
         module.relu_gradient(gy, y, dx)
         np.testing.assert_array_equal(dx, expected)
@@ -101,7 +101,7 @@ def test_bias_gradient(shape, relu):
     if relu:
         gy[y <= 0] *= np.inf
     expected = np.where(y > 0, gy, 0) if relu else gy
-    for module in (networks, kernels.load("elementwise")):
+    for module in (reference, kernels.load("networks")):
         dx, dbias = np.full_like(gy, np.nan), np.full(shape[1], np.nan, np.float32)
         module.bias_gradient(gy, y if relu else None, dx if relu else None, dbias)
         np.testing.assert_allclose(dbias, expected.sum(axis=0, dtype="f8"), rtol=1e-5, atol=1e-5)

@@ -161,7 +161,7 @@ def test_a_folder_that_the_user_names_must_be_usable(tmp_path, monkeypatch, prob
         monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != named)
     monkeypatch.setenv("HPCDP_CACHE_DIR", str(named))
     monkeypatch.setattr(kernels, "_loaded", {})
-    for call in (kernels.cache_dir, lambda: kernels.load("update")):
+    for call in (kernels.cache_dir, lambda: kernels.load("gradients")):
         with pytest.raises(ConfigError) as caught:
             call()
         assert f"HPCDP_CACHE_DIR={named}" in str(caught.value) and why in str(caught.value)
@@ -471,7 +471,7 @@ def test_settings_of_numba_with_which_there_are_no_kernels_are_told(tmp_path, va
     command = [
         sys.executable,
         "-c",
-        cast + "kernels.load('elementwise').to_float16(f, h); print(h.view('f2').tolist())",
+        cast + "kernels.load('networks').to_float16(f, h); print(h.view('f2').tolist())",
     ]
     environ = os.environ | {"HPCDP_CACHE_DIR": str(tmp_path)}
     refused = subprocess.run(command, env=environ | variables, capture_output=True, text=True, timeout=60)
@@ -564,7 +564,7 @@ def test_importing_hpcdp_imports_nothing_heavy():
     assert Path(kernels.__file__).parent.name == "kernels"
 
 
-@pytest.mark.parametrize("changed", ["shm_allreduce.py", "reference/gradients.py", "convolution/direct.py"])
+@pytest.mark.parametrize("changed", ["shm_allreduce.py", "reference.py", "convolution/direct.py"])
 def test_a_change_of_any_source_asks_for_new_machine_code(tmp_path, monkeypatch, changed):
     monkeypatch.setenv("HPCDP_CACHE_DIR", str(tmp_path))
     before = kernels.compiled_dir()

@@ -7,14 +7,14 @@ import pytest
 
 from hpcdp import kernels
 from hpcdp.core.arrays import dtype_of, words
-from hpcdp.kernels.reference import gradients
+from hpcdp.kernels import reference
 
 SIZES = [0, 1, 2, 3, 31, 16384, 16385, 50_001]
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
 
 
 def modules():
-    return [gradients, kernels.load("reduce")]
+    return [reference, kernels.load("gradients")]
 
 
 def sample(size, dtype, seed=0):
@@ -52,7 +52,7 @@ def test_the_same_sum_has_the_same_bits():
     x = sample(50_001, "float32")
     elsewhere = np.empty(50_010, np.float32)[5:-4]
     elsewhere[:] = x
-    assert kernels.load("reduce").sum_of_squares(x) == kernels.load("reduce").sum_of_squares(elsewhere)
+    assert kernels.load("gradients").sum_of_squares(x) == kernels.load("gradients").sum_of_squares(elsewhere)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -75,7 +75,7 @@ def test_a_nan_with_any_payload_is_found():
         for sign in (0, 1 << 31):
             x = np.ones(100, np.float32)
             x.view(np.uint32)[60] = sign | 0x7F800000 | payload
-            assert not kernels.load("reduce").all_finite(x)
+            assert not kernels.load("gradients").all_finite(x)
 
 
 @pytest.mark.parametrize("bounds", [[0], [0, 10], [0, 0, 1, 1, 500, 1000], [3, 900, 1000]])
@@ -92,15 +92,15 @@ def test_segments_are_the_layers(bounds):
 def test_the_parts_of_a_layer_add_up():
     params, grads = sample(1000, "float32"), sample(1000, "float32", seed=1)
     whole, parts = np.empty((1, 2)), np.empty((2, 2))
-    norms = kernels.load("reduce")
+    norms = kernels.load("gradients")
     norms.segment_squares(params, grads, np.array([0, 1000]), whole)
     norms.segment_squares(params, grads, np.array([0, 333, 1000]), parts)
     np.testing.assert_allclose(parts.sum(axis=0), whole[0], rtol=1e-13)
 
 
 def test_a_gradient_is_scaled_to_the_length_that_it_may_have():
-    assert gradients.clipped_scale([9.0, 16.0], 0.5, 1.0) == 0.2
-    assert gradients.clipped_scale([9.0, 16.0], 0.5, 2.5) == 0.5
-    assert gradients.clipped_scale([0.0], 0.5, 1.0) == 0.5
+    assert reference.clipped_scale([9.0, 16.0], 0.5, 1.0) == 0.2
+    assert reference.clipped_scale([9.0, 16.0], 0.5, 2.5) == 0.5
+    assert reference.clipped_scale([0.0], 0.5, 1.0) == 0.5
     for squares in (math.inf, math.nan):
-        assert gradients.clipped_scale([squares], 0.5, 1.0) == 0.5
+        assert reference.clipped_scale([squares], 0.5, 1.0) == 0.5

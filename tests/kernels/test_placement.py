@@ -70,7 +70,7 @@ def test_the_sums_for_the_bias_of_a_convolution(shape, dtype, relu):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_batch_normalisation(shape, dtype):
-    batch_norm = kernels.load("normalisation")
+    batch_norm = kernels.load("networks")
     x, gy = sample(shape, dtype)
     scale, shift, mean, variance = np.random.default_rng(0).uniform(0.5, 2, (4, shape[1])).astype(dtype)
     out = np.zeros_like(x)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from hpcdp import kernels
-from hpcdp.kernels.reference import networks
-from hpcdp.kernels.reference.networks import output_size
+from hpcdp.kernels import reference
+from hpcdp.kernels.reference import output_size
 
 CASES = [  # shape, kernel, stride, padding
     ((2, 3, 6, 8), (2, 2), (2, 2), (0, 0)),
@@ -34,8 +34,8 @@ def test_the_plain_pools_look_at_each_window(case):
     frame = ((0, 0), (0, 0), (padding[0],) * 2, (padding[1],) * 2)
     zeros, lowest = np.pad(x, frame), np.pad(x, frame, constant_values=-np.inf)
     mean, largest, chosen = np.empty_like(gy), np.empty_like(gy), np.empty(gy.shape, np.int32)
-    networks.average_pool(x, mean, kernel, stride, padding)
-    networks.max_pool(x, largest, chosen, kernel, stride, padding)
+    reference.average_pool(x, mean, kernel, stride, padding)
+    reference.max_pool(x, largest, chosen, kernel, stride, padding)
     for n, c, y, z in np.ndindex(*gy.shape):
         window = (
             n,
@@ -54,14 +54,14 @@ def test_the_plain_gradients_are_the_adjoint(case):
     geometry = case[1:]
     out, chosen, dx = np.empty_like(gy), np.empty(gy.shape, np.int32), np.empty_like(x)
     v = np.random.default_rng(9).standard_normal(x.shape)
-    networks.average_pool(v, out, *geometry)
-    networks.average_pool_gradient(gy, dx, *geometry)
+    reference.average_pool(v, out, *geometry)
+    reference.average_pool_gradient(gy, dx, *geometry)
     np.testing.assert_allclose((gy * out).sum(), (dx * v).sum(), atol=1e-10)
-    networks.max_pool(x, out, chosen, *geometry)
-    networks.max_pool_gradient(gy, chosen, dx, *geometry)
+    reference.max_pool(x, out, chosen, *geometry)
+    reference.max_pool_gradient(gy, chosen, dx, *geometry)
     if x.size:  # a small change of x does not change which elements are largest
         moved = np.empty_like(gy)
-        networks.max_pool(x + 1e-7 * v, moved, np.empty_like(chosen), *geometry)
+        reference.max_pool(x + 1e-7 * v, moved, np.empty_like(chosen), *geometry)
         np.testing.assert_allclose((gy * (moved - out)).sum() / 1e-7, (dx * v).sum(), rtol=1e-5)
 
 
@@ -73,7 +73,7 @@ def test_the_compiled_pools_have_the_bits_of_the_plain_ones(case, dtype):
     x = np.round(x, 1)  # with equal elements
     x[..., :2, :2], gy[..., :1, :1] = -0.0, -0.0
     results = {}
-    for module in (networks, pool):
+    for module in (reference, pool):
         mean, largest = np.full_like(gy, np.nan), np.full_like(gy, np.nan)
         chosen = np.full(gy.shape, -1, np.int32)
         of_mean, of_largest = np.full_like(x, np.nan), np.full_like(x, np.nan)
@@ -82,14 +82,14 @@ def test_the_compiled_pools_have_the_bits_of_the_plain_ones(case, dtype):
         module.max_pool(x, largest, chosen, *case[1:])
         module.max_pool_gradient(gy, chosen, of_largest, *case[1:])
         results[module] = mean, of_mean, largest, of_largest, chosen
-    for ours, plain in zip(results[pool], results[networks], strict=True):
+    for ours, plain in zip(results[pool], results[reference], strict=True):
         np.testing.assert_array_equal(ours, plain)
         np.testing.assert_array_equal(np.signbit(ours), np.signbit(plain))
 
 
 @pytest.mark.parametrize("module", ["reference", "pool"])
 def test_the_gradient_of_a_largest_element_is_its_own_whatever_it_is(module):
-    module = networks if module == "reference" else kernels.load("convolution")
+    module = reference if module == "reference" else kernels.load("convolution")
     chosen = np.array([[[[3, 0], [1, 2]]]], np.int32)
     gy, dx = np.array([[[[np.nan, np.inf], [-np.inf, 5]]]], np.float32), np.full((1, 1, 4, 4), 7, np.float32)
     module.max_pool_gradient(gy, chosen, dx, (2, 2), (2, 2), (0, 0))
@@ -101,7 +101,7 @@ def test_the_gradient_of_a_largest_element_is_its_own_whatever_it_is(module):
 @pytest.mark.parametrize("padding", [(0, 0), (1, 1)])
 @pytest.mark.parametrize("module", ["reference", "pool"])
 def test_no_nan_is_lost_and_windows_of_nothing_but_minus_infinity_have_a_largest_element(module, padding, dtype):
-    module = networks if module == "reference" else kernels.load("convolution")
+    module = reference if module == "reference" else kernels.load("convolution")
     x = np.random.default_rng(6).standard_normal((2, 3, 6, 6)).astype(dtype)
     x[0, 0, :3, :3] = -np.inf
     x[1, :, 2, 3] = np.nan

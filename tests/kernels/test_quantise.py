@@ -5,14 +5,14 @@ import pytest
 
 from hpcdp import kernels
 from hpcdp.core.arrays import words
-from hpcdp.kernels.reference import gradients
+from hpcdp.kernels import reference
 
 SIZES = [0, 1, 15, 16, 17, 31, 32, 33, 64, 997]
 DTYPES = [np.float16, np.float32, np.float64]
 
 
 def modules():
-    return [gradients, kernels.load("compress")]
+    return [reference, kernels.load("gradients")]
 
 
 def data(size, dtype, seed=0):
@@ -125,7 +125,7 @@ def test_a_nan_is_kept_to_itself():
 
 @pytest.mark.parametrize("bits", ["two", "one"])
 def test_arrays_that_do_not_fit_are_refused(bits):
-    quantise = kernels.load("compress")
+    quantise = kernels.load("gradients")
     grad, packed = np.zeros(65, "f4"), np.zeros(2, "u4")
     pack, unpack = getattr(quantise, f"pack_{bits}_bit"), getattr(quantise, f"unpack_{bits}_bit")
     with pytest.raises(ValueError, match="bit field"):

@@ -33,7 +33,7 @@ def sample(n, count, dtype, seed=0):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
 def test_combine_and_combine_into_give_the_ordered_reduction(dtype, n):
-    reduce = kernels.load("reduce")
+    reduce = kernels.load("gradients")
     rows = sample(n, 4999, dtype)
     for op in UFUNCS:
         if op == "MEAN" and not is_float(rows.dtype):
@@ -52,7 +52,7 @@ def test_combine_and_combine_into_give_the_ordered_reduction(dtype, n):
 
 
 def test_any_split_of_the_columns_gives_the_same_bits():
-    reduce = kernels.load("reduce")
+    reduce = kernels.load("gradients")
     rows, whole, pieces = sample(3, 10007, "float32"), np.empty(10007, "f4"), np.empty(10007, "f4")
     reduce.combine(rows, 0, 10007, whole, reduce.SUM)
     for lo, hi in zip([0, 1, 17, 2048, 9001], [1, 17, 2048, 9001, 10007], strict=True):
@@ -62,7 +62,7 @@ def test_any_split_of_the_columns_gives_the_same_bits():
 
 @pytest.mark.parametrize("op", ["MIN", "MAX"])
 def test_a_nan_wins_in_any_row(op):
-    reduce = kernels.load("reduce")
+    reduce = kernels.load("gradients")
     rows, out = np.ones((3, 3), "f4"), np.empty(3, "f4")
     rows[np.arange(3), np.arange(3)] = np.nan
     reduce.combine(rows, 0, 3, out, getattr(reduce, op))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hpcdp import kernels
-from hpcdp.kernels.reference import networks
+from hpcdp.kernels import reference
 
 DTYPES = [np.float32, np.float64]
 TOLERANCE = {np.float32: {"rtol": 2e-5, "atol": 1e-5}, np.float64: {"rtol": 1e-11, "atol": 1e-12}}
@@ -30,7 +30,7 @@ def draw(request):
 @pytest.mark.parametrize(("batch", "time", "size"), [(1, 1, 1), (3, 4, 5), (2, 3, 33), (0, 2, 4)])
 def test_steps_of_an_lstm(draw, batch, time, size):
     dtype, normal = draw
-    modules = [kernels.specification("sequences"), kernels.load("sequences")]
+    modules = [kernels.reference, kernels.load("networks")]
     features = 3
     for t in range(time):
         arrays = [
@@ -51,7 +51,7 @@ def test_steps_of_an_lstm(draw, batch, time, size):
 @pytest.mark.parametrize("shape", [(1, 1), (5, 3), (4, 65), (0, 3)])
 def test_layer_norm(draw, shape):
     dtype, normal = draw
-    modules = [kernels.specification("normalisation"), kernels.load("normalisation")]
+    modules = [kernels.reference, kernels.load("networks")]
     x, gy, scale, shift = normal(*shape), normal(*shape), normal(shape[1]), normal(shape[1])
     assert_alike(
         lambda n, out, mean, inverse: modules[n].layer_norm(x, scale, shift, out, (mean, inverse), 1e-3),
@@ -69,7 +69,7 @@ def test_layer_norm(draw, shape):
 @pytest.mark.parametrize("shape", [(1,), (3, 7), (2, 3, 17), (0, 3)])
 def test_gelu(draw, shape):
     dtype, normal = draw
-    modules = [kernels.specification("elementwise"), kernels.load("elementwise")]
+    modules = [kernels.reference, kernels.load("networks")]
     x, gy = 3 * normal(*shape), normal(*shape)
     assert_alike(lambda n, out: modules[n].gelu(x, out), [normal(*shape)], dtype)
     assert_alike(lambda n, dx: modules[n].gelu_gradient(gy, x, dx), [normal(*shape)], dtype)
@@ -78,7 +78,7 @@ def test_gelu(draw, shape):
 @pytest.mark.parametrize(("matrices", "time"), [(1, 1), (3, 2), (2, 19), (0, 4)])
 def test_causal_softmax(draw, matrices, time):
     dtype, normal = draw
-    modules = [networks, kernels.load("sequences")]
+    modules = [reference, kernels.load("networks")]
 
     def softmax(n, scores):
         modules[n].causal_shift(scores, 0.3)
@@ -95,7 +95,7 @@ def test_causal_softmax(draw, matrices, time):
 
 
 def test_what_is_not_finite_stays_so():
-    module = kernels.load("sequences")
+    module = kernels.load("networks")
     for bad in (np.nan, np.inf):
         shapes = (32,), (1, 32), (1, 1, 32), (2, 1, 8), (2, 1, 9)
         bias, product, gates, cells, inputs = (np.zeros(shape, np.float32) for shape in shapes)
@@ -105,7 +105,7 @@ def test_what_is_not_finite_stays_so():
         assert not np.isfinite(cells[1, 0, 3])
     scores = np.ones((1, 3, 3), np.float32)
     scores[0, 1, 1] = np.nan
-    kernels.load("sequences").causal_shift(scores, 1.0)
+    kernels.load("networks").causal_shift(scores, 1.0)
     assert np.isnan(scores[0, 1]).any()
     assert not np.isnan(scores[0, 0]).any()
 
@@ -115,6 +115,6 @@ def test_rows_that_come_more_than_once_are_added_in_their_order(dtype):
     rng, rows = np.random.default_rng(3), np.array([3, 0, 3, 3, 1])
     table, values = rng.standard_normal((4, 7)).astype(dtype), rng.standard_normal((5, 7)).astype(dtype)
     expected = table.copy()
-    networks.add_rows(expected, rows, values)
-    kernels.load("sequences").add_rows(table, rows, values)
+    reference.add_rows(expected, rows, values)
+    kernels.load("networks").add_rows(table, rows, values)
     np.testing.assert_array_equal(table, expected)

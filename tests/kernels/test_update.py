@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpcdp import kernels
-from hpcdp.kernels.reference import gradients as reference_update
+from hpcdp.kernels import reference
 
 RULES = {
     "sgd": (0, (0.1, 0.01, 0.3)),
@@ -30,8 +30,8 @@ def arrays(rule: str, dtype: type, size: int) -> list[np.ndarray]:
 def test_same_bits_as_the_reference(rule: str, dtype: type, size: int) -> None:
     fused, plain = arrays(rule, dtype, size), arrays(rule, dtype, size)
     for _ in range(3):
-        getattr(kernels.load("update"), rule)(*fused, RULES[rule][1])
-        getattr(reference_update, rule)(*plain, RULES[rule][1])
+        getattr(kernels.load("gradients"), rule)(*fused, RULES[rule][1])
+        getattr(reference, rule)(*plain, RULES[rule][1])
     for ours, theirs in zip(fused, plain, strict=True):
         np.testing.assert_array_equal(ours.view(np.uint8), theirs.view(np.uint8))
     if size:
@@ -45,7 +45,7 @@ def test_same_bits_however_the_arrays_are_cut(rule: str, dtype: type) -> None:
     """Pieces of odd sizes at odd offsets run through the vector loop and the scalar tail at other places."""
     size = 1037
     whole, cut = arrays(rule, dtype, size), arrays(rule, dtype, size)
-    update = getattr(kernels.load("update"), rule)
+    update = getattr(kernels.load("gradients"), rule)
     bounds = [0, 1, 4, 11, 28, 61, 126, 127, 511, 1030, size]
     for _ in range(4):
         update(*whole, RULES[rule][1])
@@ -58,7 +58,7 @@ def test_same_bits_however_the_arrays_are_cut(rule: str, dtype: type) -> None:
 def test_other_dtypes_have_no_kernel() -> None:
     half = np.ones(4, np.float16)
     with pytest.raises(TypeError):
-        kernels.load("update").sgd(half, half.copy(), (0.1, 0.0, 1.0))
+        kernels.load("gradients").sgd(half, half.copy(), (0.1, 0.0, 1.0))
 
 
 STATES = {"sgd": 0, "sgd_momentum": 1, "sgd_nesterov": 1, "adam": 2}
@@ -82,14 +82,14 @@ def test_it_is_the_sum_in_the_order_of_the_ranks_and_then_the_rule_to_the_bit(ru
     grad = rows[0, lo : lo + count].copy()
     for row in rows[1:]:
         grad += row[lo : lo + count]
-    getattr(reference_update, rule)(expected[0], grad, *expected[1:], COEFFICIENTS[rule])
-    kernels.load("update").REDUCING_RULES[rule](rows, lo, lo + count, *flats, COEFFICIENTS[rule])
+    getattr(reference, rule)(expected[0], grad, *expected[1:], COEFFICIENTS[rule])
+    kernels.load("gradients").REDUCING_RULES[rule](rows, lo, lo + count, *flats, COEFFICIENTS[rule])
     for flat, wanted in zip(flats, expected, strict=True):
         np.testing.assert_array_equal(flat, wanted)
     np.testing.assert_array_equal(rows, before)
 
 
 def test_every_rule_that_can_be_updated_by_can_be_fused():
-    fused = update = kernels.load("update")
+    fused = update = kernels.load("gradients")
     assert all(hasattr(update, name) for name in fused.REDUCING_RULES)
     assert set(fused.REDUCING_RULES) == set(STATES)

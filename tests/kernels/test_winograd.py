@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from hpcdp import kernels
-from hpcdp.kernels.reference import networks
-from hpcdp.kernels.reference.networks import output_size
+from hpcdp.kernels import reference
+from hpcdp.kernels.reference import output_size
 
 CASES = [  # batch, in channels, (height, width), out channels, padding
     (1, 1, (3, 3), 1, (0, 0)),
@@ -32,8 +32,8 @@ def in_doubles(x, weight, bias, gy, padding, relu=False):
     """The result and the gradients of x, weights and bias by the plain convolution."""
     x, weight, bias, gy = (each.astype(np.float64) for each in (x, weight, bias, gy))
     out, into = np.empty_like(gy), tuple(np.empty_like(each) for each in (x, weight, bias))
-    networks.conv2d(x, weight, bias, out, (1, 1), padding, relu)
-    networks.conv2d_gradients(x, weight, gy, out if relu else None, into, (1, 1), padding)
+    reference.conv2d(x, weight, bias, out, (1, 1), padding, relu)
+    reference.conv2d_gradients(x, weight, gy, out if relu else None, into, (1, 1), padding)
     return out, *into
 
 

@@ -78,7 +78,7 @@ def in_both(net, plain, inputs_of, head=None, times=4):
 
 def kernel_calls(plan):
     """How often a replay calls the kernel of chains, or a program that does."""
-    runs = {each.entry_point for each in kernels.load("elementwise").run_chain.overloads.values()} | {FusedProgram.run}
+    runs = {each.entry_point for each in kernels.load("networks").run_chain.overloads.values()} | {FusedProgram.run}
     return sum(getattr(function, "__func__", function) in runs for step in plan._steps for function, _ in step.calls)
 
 
@@ -289,7 +289,7 @@ def test_a_bias_goes_with_the_chain_that_follows(activation, plans):
             param.data[...] += arrays(*param.shape, seed=number) * 0.1
     for rows in (1, 9, 300):
         in_both(net, plain, lambda seed, rows=rows: [arrays(rows, 6, seed=seed)])
-    add_bias = kernels.load("elementwise").add_bias
+    add_bias = kernels.load("networks").add_bias
     epilogues = {each.entry_point for each in add_bias.overloads.values()}
     for plan in plans:
         assert not any(function in epilogues for function, _ in plan._calls)

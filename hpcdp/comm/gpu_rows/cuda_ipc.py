@@ -22,8 +22,8 @@ from typing import Any
 from ...core.arrays import Array, words
 from ...core.devices import Event, Stream, Streams
 from ...errors import DeviceError, UnsupportedError
-from ...kernels.cuda import gradients
-from ...kernels.reference.gradients import EVERY_ROW, SUM
+from ...kernels.cuda import kernels
+from ...kernels.reference import EVERY_ROW, SUM
 from ..communicator import Communicator, PolledRequest, Steps
 from ..consistency import on_every_rank
 from ..shared_memory import NodeMemory, ProgressCounters
@@ -57,8 +57,8 @@ class CudaIpc:
         unknown = next((size.dtype for size in sizes if size.dtype.name not in SUMMED_KINDS), None)
         if unknown is not None:
             raise UnsupportedError("CUDA IPC", where="dtype", expected=" or ".join(SUMMED_KINDS), got=unknown)
-        if comm.size > gradients.MAX_ROWS:
-            expected = f"at most {gradients.MAX_ROWS} ranks that share a GPU"
+        if comm.size > kernels.MAX_ROWS:
+            expected = f"at most {kernels.MAX_ROWS} ranks that share a GPU"
             raise UnsupportedError("CUDA IPC", expected=expected, got=comm.size, remedy="start fewer ranks a node")
         self.comm, self.memory, self.streams = comm, memory, streams
         self.is_leader = comm.rank == _LEADER
@@ -203,7 +203,7 @@ class IpcRows:
         def work() -> None:
             for owner, (first, last) in enumerate(parts):
                 if last > first:
-                    gradients.combine_into(self._words(), first, last, owner, SUM)
+                    kernels.combine_into(self._words(), first, last, owner, SUM)
 
         yield from self._led(work, after)
 
@@ -223,7 +223,7 @@ class IpcRows:
 
         def work() -> None:
             if self.size.count:
-                gradients.combine_into(self._words(), 0, self.size.count, _LEADER, SUM)
+                kernels.combine_into(self._words(), 0, self.size.count, _LEADER, SUM)
 
         yield from self._led(work, after)
 
@@ -246,7 +246,7 @@ class IpcRows:
 
         def work() -> None:
             if self.size.count:
-                gradients.combine_into(self._words(), 0, self.size.count, EVERY_ROW, SUM)
+                kernels.combine_into(self._words(), 0, self.size.count, EVERY_ROW, SUM)
 
         yield from self._led(work, after)
 

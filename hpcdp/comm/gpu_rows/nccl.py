@@ -22,7 +22,7 @@ import numpy as np
 
 from ...core.devices import Event, Streams
 from ...errors import DeviceError, UnsupportedError
-from ...kernels.cuda import networks
+from ...kernels.cuda import kernels
 from ..communicator import Communicator, PolledRequest, Steps, wait_for
 from ..consistency import on_rank_0
 from ..shared_memory import NodeMemory, ProgressCounters
@@ -96,8 +96,8 @@ _SUM = 0
 """A value of ``ncclRedOp_t``."""
 
 _CASTS = {
-    "float16": (networks.from_float16, networks.to_float16),
-    "bfloat16": (networks.from_bfloat16, networks.to_bfloat16),
+    "float16": (kernels.from_float16, kernels.to_float16),
+    "bfloat16": (kernels.from_bfloat16, kernels.to_bfloat16),
 }
 """Kernels that convert to float32 and back."""
 

@@ -1,6 +1,6 @@
 """Convolution and pooling of NumPy arrays, and the choice of the convolution algorithm by shapes.
 
-Functions have the names and arguments of `reference.networks`; all arrays must be C-contiguous. Pooling has its bits:
+Functions have the names and arguments of `reference`; all arrays must be C-contiguous. Pooling has its bits:
 sums start from 0, so that none is -0, and add in the same order, gradients from the last window to the first. The usual
 windows of 2 x 2 without overlap or padding have separate loops that vectorise. Indices are unsigned where Numba would
 check each for a negative value.
@@ -96,7 +96,7 @@ def conv2d_gradients(
     dx, dweight, dbias = into
     if out is not None:
         before_relu = empty(gy.shape, gy.dtype)
-        load("elementwise").relu_gradient(gy, out, before_relu)
+        load("networks").relu_gradient(gy, out, before_relu)
         gy = before_relu
     if by_winograd:
         if dx is not None:

@@ -2,7 +2,7 @@
 
 ``pip install nvidia-cudnn-frontend nvidia-cudnn-cu12`` (or ``cu13``). `cuda.networks` computes without them, for
 operations without an engine, and for arrays with an unsupported alignment. Functions have the names and arguments of
-`reference.networks`, with sums in another order. Engines that round to fewer bits than the arrays have (TF32 on tensor
+`reference`, with sums in another order. Engines that round to fewer bits than the arrays have (TF32 on tensor
 cores), or whose bits differ between runs, are excluded. 16-bit values are multiplied on tensor cores, which accumulate
 in float32, and rounded; adding a bias rounds once more.
 
@@ -30,12 +30,12 @@ import numpy as np
 from ...core.arrays import Array, array_namespace, dtype_name, is_half
 from ...core.checks import one_of
 from .. import cuda
-from ..reference.networks import Pair
-from . import networks
-from .networks import average_pool as average_pool
-from .networks import average_pool_gradient as average_pool_gradient
-from .networks import max_pool as max_pool
-from .networks import max_pool_gradient as max_pool_gradient
+from ..reference import Pair
+from . import kernels
+from .kernels import average_pool as average_pool
+from .kernels import average_pool_gradient as average_pool_gradient
+from .kernels import max_pool as max_pool
+from .kernels import max_pool_gradient as max_pool_gradient
 
 _TYPES = {"float16": "HALF", "bfloat16": "BFLOAT16", "float32": "FLOAT", "float64": "DOUBLE"}
 _ALIGNED = 16
@@ -71,11 +71,11 @@ def is_there() -> bool:
 def conv2d(x: Array, weight: Array, bias: Array | None, out: Array, stride: Pair, padding: Pair, relu: bool) -> None:
     """See `reference.conv2d`."""
     if not _run("conv_fprop", {"image": x, "weight": weight}, out, stride, padding):
-        networks.conv2d(x, weight, bias, out, stride, padding, relu)
+        kernels.conv2d(x, weight, bias, out, stride, padding, relu)
     elif bias is not None:
-        networks.add_bias(out, bias, relu)
+        kernels.add_bias(out, bias, relu)
     elif relu:
-        networks.relu(out, out)
+        kernels.relu(out, out)
 
 
 def conv2d_gradients(
@@ -91,15 +91,15 @@ def conv2d_gradients(
     dx, dweight, dbias = into
     loss = gy if out is None else array_namespace(gy).empty(gy.shape, dtype=gy.dtype)
     if dbias is not None:
-        networks.bias_gradient(gy, out, loss, dbias)
+        kernels.bias_gradient(gy, out, loss, dbias)
     elif out is not None:
-        networks.relu_gradient(gy, out, loss)
+        kernels.relu_gradient(gy, out, loss)
     if dx is not None and _run("conv_dgrad", {"loss": loss, "filter": weight}, dx, stride, padding):
         dx = None
     if dweight is not None and _run("conv_wgrad", {"image": x, "loss": loss}, dweight, stride, padding):
         dweight = None
     if dx is not None or dweight is not None:
-        networks.conv2d_gradients(x, weight, loss, None, (dx, dweight, None), stride, padding)
+        kernels.conv2d_gradients(x, weight, loss, None, (dx, dweight, None), stride, padding)
 
 
 def _run(operation: str, given: dict[str, Array], out: Array, stride: Pair, padding: Pair) -> bool:

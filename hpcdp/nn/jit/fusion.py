@@ -21,7 +21,7 @@ from ...autograd.tape import Call, Gradient
 from ...autograd.tensor import value_of
 from ...core.arrays import Array
 from ...kernels.buffers import empty
-from ...kernels.reference.networks import OPERATIONS
+from ...kernels.reference import OPERATIONS
 from .graph import CapturedTensor, Literal, Source
 
 Number = int | float
@@ -183,7 +183,7 @@ class FusedProgram:
 
     def __init__(self, results: Sequence[tuple[Term, Array | Moving | None]], size: int, dtype: np.dtype) -> None:
         self._size, self._dtype = size, dtype
-        self._kernel = kernels.load("elementwise")
+        self._kernel = kernels.load("networks")
         self._terms = in_order(term for term, _ in results)
         self._is_mixed = any(term.operation in BY_NUMPY for term in self._terms)
         self._operands: list[_Operand] = []
@@ -381,7 +381,7 @@ def evaluated(terms: Sequence[Term], passed: dict[int, Array]) -> list[Array]:
 
 def _gelu_gradient(gy: Array, x: Array) -> Array:
     out = np.empty_like(x)
-    kernels.load("elementwise").gelu_gradient(np.ascontiguousarray(gy), x, out)
+    kernels.load("networks").gelu_gradient(np.ascontiguousarray(gy), x, out)
     return out
 
 
@@ -421,7 +421,7 @@ def link(
     is_known = value.dtype.char in "fd" and value.dtype.isnative and value.flags.c_contiguous
     if not step.calls or not is_known or not value.size:
         return None
-    if operator in _WITH_EPILOGUE and step.calls[-1][0] is kernels.load("elementwise").add_bias:
+    if operator in _WITH_EPILOGUE and step.calls[-1][0] is kernels.load("networks").add_bias:
         into, bias, relu = step.calls[-1][1]
         epilogue = ChainLink(step, operator, uses, None)
         epilogue.bias, epilogue.relu = bias, relu

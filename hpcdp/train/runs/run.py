@@ -344,12 +344,12 @@ def _load_kernels(config: TrainConfig, train_set: data.Dataset, world: World, de
     rule.update(flat, gradient, rule.init_state(flat), step=1)
     allreduce(np.zeros(1), world=world)
     if world.size > 1 and device.kind == "cpu":
-        nothing, reducing = np.zeros((1, 1), np.float32), kernels.load("reduce")
+        nothing, reducing = np.zeros((1, 1), np.float32), kernels.load("gradients")
         reducing.combine_into(nothing, 0, 0, 0, reducing.SUM)
         if rule.update_is_its_kernel:
             name, coefficients = rule.kernel(1, 1.0)
             arrays = rule.arrays_of(rule.init_state(flat))
-            kernels.load("update").REDUCING_RULES[name](nothing, 0, 1, flat, *arrays, coefficients)
+            kernels.load("gradients").REDUCING_RULES[name](nothing, 0, 1, flat, *arrays, coefficients)
 
 
 def make_trainer(config: TrainConfig, net: Module, train_set: data.Dataset, world: World) -> BaseTrainer:

@@ -1,28 +1,38 @@
-"""Elementwise kernels for NumPy arrays: bias and activation, GELU, chains of operations, casts, scaling.
+"""Numba kernels of networks: elementwise operations, casts, normalisation, sequences.
 
-Functions have the names and arguments of `reference.networks`. Sums and ReLU are the reference's, because NumPy is as
-fast. Without fastmath, operations round as NumPy's own.
+Functions have the names and arguments of `reference`, and are its own where NumPy is as fast: sums, ReLU,
+cross-entropy. Without fastmath, operations round as NumPy's own.
 
-Chains are known only when a network is planned, too late to compile a kernel for each. `run_chain` therefore interprets
-a chain: all operations for a block that stays in the L1 cache, then the next block. Casts take 1-D contiguous arrays
-that do not overlap; 16-bit floats are passed as their bits in uint16.
+- Chains of operations are known only when a network is planned, too late to compile a kernel for each. `run_chain`
+  therefore interprets a chain: all operations for a block that stays in the L1 cache, then the next block.
+- Casts take 1-D contiguous arrays that do not overlap; 16-bit floats are passed as their bits in uint16.
+- Sums of batch and layer normalisation, over a plane or a row, and of sequences run in as many lanes as a vector
+  register has (``reassoc``). Their order is the same in every run, because those loops store nothing. Sums of planes
+  are added in float64.
+- Loops of an LSTM write one array each: with more the compiler would not vectorise, because it would need too many
+  alias checks.
 """
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numba
 import numpy as np
 from llvmlite import ir
-from numba import float32, types, uint16
+from numba import float32, float64, types, uint16
 from numba.extending import intrinsic, overload
+from numba.types import Tuple, UniTuple
 
+from . import reference
 from .jit import WORD, Lanes, any_bfloat16, float_kernel, kernel, narrow, nearest_bfloat16, of_bfloat16, widen
-from .reference.gradients import add_up_rows
-from .reference.networks import add as add
-from .reference.networks import relu as relu
+from .reference import add as add
+from .reference import add_up_rows
+from .reference import relu as relu
+from .reference import softmax_cross_entropy as softmax_cross_entropy
+from .reference import softmax_cross_entropy_gradient as softmax_cross_entropy_gradient
 
 _F = np.float32
 _BOUND = _F(7.90531110763549805)
@@ -348,3 +358,291 @@ def scale_into(x, factor, out):  # type: ignore[no-untyped-def]
         raise ValueError("out must have as many elements as x")
     for i in range(out.size):
         out[i] = narrow(widen(x[i]) * by, out)
+
+
+_kernel = partial(float_kernel, fastmath={"reassoc", "contract"})
+
+
+@_kernel(lambda f: (f[:, :, ::1], f[::1], f[::1], f[:, :, ::1], UniTuple(f[::1], 2), float64))
+def batch_norm(x, scale, shift, out, saved, eps):  # type: ignore[no-untyped-def]
+    """See `reference.batch_norm`."""
+    batch, channels, size = x.shape
+    count = batch * size
+    for c in range(channels):
+        total = 0.0
+        for n in range(batch):
+            part = x.dtype.type(0)
+            for i in range(size):
+                part += x[n, c, i]
+            total += part
+        mean = x.dtype.type(total / count)
+        squares = 0.0
+        for n in range(batch):
+            part = x.dtype.type(0)
+            for i in range(size):
+                part += (x[n, c, i] - mean) * (x[n, c, i] - mean)
+            squares += part
+        saved[0][c] = mean
+        saved[1][c] = squares / count
+        factor = x.dtype.type(scale[c] / np.sqrt(squares / count + eps))
+        offset = shift[c]
+        for n in range(batch):
+            for i in range(size):
+                out[n, c, i] = (x[n, c, i] - mean) * factor + offset
+
+
+@_kernel(
+    lambda f: (f[:, :, ::1], f[:, :, ::1], f[::1], UniTuple(f[::1], 2), Tuple((f[:, :, ::1], f[::1], f[::1])), float64)
+)
+def batch_norm_gradients(gy, x, scale, saved, into, eps):  # type: ignore[no-untyped-def]
+    """See `reference.batch_norm_gradients`."""
+    dx, dscale, dshift = into
+    batch, channels, size = x.shape
+    count = batch * size
+    for c in range(channels):
+        mean = saved[0][c]
+        inverse = 1.0 / np.sqrt(saved[1][c] + eps)
+        total, product = 0.0, 0.0
+        for n in range(batch):
+            part, other = x.dtype.type(0), x.dtype.type(0)
+            for i in range(size):
+                part += gy[n, c, i]
+                other += gy[n, c, i] * (x[n, c, i] - mean)
+            total += part
+            product += other
+        dshift[c] = total
+        dscale[c] = product * inverse
+        factor = x.dtype.type(scale[c] * inverse)
+        constant = x.dtype.type(total / count)
+        slope = x.dtype.type(product * inverse * inverse / count)
+        for n in range(batch):
+            for i in range(size):
+                dx[n, c, i] = (gy[n, c, i] - constant - (x[n, c, i] - mean) * slope) * factor
+
+
+@_kernel(lambda f: (f[:, :, ::1], float64[:, ::1]))
+def channel_sums(x, sums):  # type: ignore[no-untyped-def]
+    """See `reference.channel_sums`."""
+    batch, channels, size = x.shape
+    for c in range(channels):
+        total, squares = 0.0, 0.0
+        for n in range(batch):
+            for i in range(size):
+                value = float64(x[n, c, i])
+                total += value
+                squares += value * value
+        sums[0, c] = total
+        sums[1, c] = squares
+
+
+@_kernel(lambda f: (f[:, :, ::1], f[::1], f[::1], UniTuple(f[::1], 2), f[:, :, ::1], float64))
+def normalise(x, scale, shift, saved, out, eps):  # type: ignore[no-untyped-def]
+    """See `reference.normalise`."""
+    batch, channels, size = x.shape
+    for c in range(channels):
+        mean = saved[0][c]
+        factor = x.dtype.type(scale[c] / np.sqrt(saved[1][c] + eps))
+        offset = shift[c]
+        for n in range(batch):
+            for i in range(size):
+                out[n, c, i] = (x[n, c, i] - mean) * factor + offset
+
+
+@_kernel(lambda f: (f[:, :, ::1], f[:, :, ::1], UniTuple(f[::1], 2), float64[:, ::1], float64))
+def gradient_sums(gy, x, saved, sums, eps):  # type: ignore[no-untyped-def]
+    """See `reference.gradient_sums`."""
+    batch, channels, size = x.shape
+    for c in range(channels):
+        mean = saved[0][c]
+        total, product = 0.0, 0.0
+        for n in range(batch):
+            part, other = x.dtype.type(0), x.dtype.type(0)
+            for i in range(size):
+                part += gy[n, c, i]
+                other += gy[n, c, i] * (x[n, c, i] - mean)
+            total += part
+            product += other
+        sums[0, c] = total
+        sums[1, c] = product / np.sqrt(saved[1][c] + eps)
+
+
+@_kernel(lambda f: (f[:, :, ::1], f[:, :, ::1], f[::1], UniTuple(f[::1], 2), float64[:, ::1], f[:, :, ::1], float64))
+def gradient_of_input(gy, x, scale, saved, means, dx, eps):  # type: ignore[no-untyped-def]
+    """See `reference.gradient_of_input`."""
+    batch, channels, size = x.shape
+    for c in range(channels):
+        mean = saved[0][c]
+        inverse = 1.0 / np.sqrt(saved[1][c] + eps)
+        factor = x.dtype.type(scale[c] * inverse)
+        constant = x.dtype.type(means[0, c])
+        slope = x.dtype.type(means[1, c] * inverse)
+        for n in range(batch):
+            for i in range(size):
+                dx[n, c, i] = (gy[n, c, i] - constant - (x[n, c, i] - mean) * slope) * factor
+
+
+@_kernel(lambda f: (f[:, ::1], f[::1], f[::1], f[:, ::1], UniTuple(f[::1], 2), float64))
+def layer_norm(x, scale, shift, out, saved, eps):  # type: ignore[no-untyped-def]
+    """See `reference.layer_norm`."""
+    count = x.shape[1]
+    for n in range(x.shape[0]):
+        row, into = x[n], out[n]
+        total = x.dtype.type(0)
+        for j in range(count):
+            total += row[j]
+        mean = x.dtype.type(total / count)
+        squares = x.dtype.type(0)
+        for j in range(count):
+            squares += (row[j] - mean) * (row[j] - mean)
+        inverse = x.dtype.type(1.0 / np.sqrt(squares / count + eps))
+        for j in range(count):
+            into[j] = (row[j] - mean) * inverse * scale[j] + shift[j]
+        saved[0][n] = mean
+        saved[1][n] = inverse
+
+
+@_kernel(lambda f: (f[:, ::1], f[:, ::1], f[::1], UniTuple(f[::1], 2), Tuple((f[:, ::1], f[::1], f[::1]))))
+def layer_norm_gradients(gy, x, scale, saved, into):  # type: ignore[no-untyped-def]
+    """See `reference.layer_norm_gradients`."""
+    dx, dscale, dshift = into
+    count = x.shape[1]
+    dscale[:] = 0
+    dshift[:] = 0
+    for n in range(x.shape[0]):
+        row, g, to = x[n], gy[n], dx[n]
+        mean, inverse = saved[0][n], saved[1][n]
+        total, along = x.dtype.type(0), x.dtype.type(0)
+        for j in range(count):
+            scaled = g[j] * scale[j]
+            total += scaled
+            along += scaled * (row[j] - mean) * inverse
+        total /= count
+        along /= count
+        for j in range(count):
+            dscale[j] += g[j] * (row[j] - mean) * inverse
+        for j in range(count):
+            dshift[j] += g[j]
+        for j in range(count):
+            to[j] = (g[j] * scale[j] - total - (row[j] - mean) * inverse * along) * inverse
+
+
+_LANES = {"reassoc", "contract"}
+
+
+@float_kernel(lambda f: (f[:, :, ::1], numba.float64))
+def causal_shift(scores, factor):  # type: ignore[no-untyped-def]
+    """See `reference.causal_shift`."""
+    by = scores.dtype.type(factor)
+    for n in range(scores.shape[0]):
+        for i in range(scores.shape[1]):
+            row = scores[n, i]
+            largest = row[0] * by
+            for j in range(i + 1):
+                row[j] *= by
+                if row[j] > largest or np.isnan(row[j]):
+                    largest = row[j]
+            for j in range(i + 1):
+                row[j] -= largest
+            for j in range(i + 1, row.size):
+                row[j] = -np.inf
+
+
+@float_kernel(lambda f: (f[:, :, ::1],), fastmath=_LANES)
+def normalise_rows(chances):  # type: ignore[no-untyped-def]
+    """See `reference.normalise_rows`."""
+    for n in range(chances.shape[0]):
+        for i in range(chances.shape[1]):
+            row = chances[n, i]
+            total = chances.dtype.type(0)
+            for j in range(row.size):
+                total += row[j]
+            by = chances.dtype.type(1) / total
+            for j in range(row.size):
+                row[j] *= by
+
+
+@float_kernel(lambda f: (f[:, :, ::1], f[:, :, ::1], numba.float64), fastmath=_LANES)
+def softmax_gradient(chances, gradients, factor):  # type: ignore[no-untyped-def]
+    """See `reference.softmax_gradient`."""
+    by = chances.dtype.type(factor)
+    for n in range(chances.shape[0]):
+        for i in range(chances.shape[1]):
+            row, to = chances[n, i], gradients[n, i]
+            along = chances.dtype.type(0)
+            for j in range(row.size):
+                along += row[j] * to[j]
+            for j in range(row.size):
+                to[j] = row[j] * (to[j] - along) * by
+
+
+@float_kernel(
+    lambda f: (f[::1], f[:, ::1], numba.int64, f[:, :, ::1], f[:, :, ::1], f[:, :, ::1]), fastmath={"contract"}
+)
+def lstm_step(bias, product, t, gates, cells, inputs):  # type: ignore[no-untyped-def]
+    """See `reference.lstm_step`."""
+    size = cells.shape[2]
+    first_hidden = inputs.shape[2] - size
+    half = gates.dtype.type(0.5)
+    for b in range(gates.shape[1]):
+        for number in range(4):
+            first, end = number * size, (number + 1) * size
+            gate, total, offset = gates[t, b, first:end], product[b, first:end], bias[first:end]
+            if number == 2:
+                for j in range(size):
+                    gate[j] = tanh(total[j] + offset[j])
+            else:
+                for j in range(size):
+                    gate[j] = half * tanh(half * (total[j] + offset[j])) + half
+        for j in range(size):
+            cells[t + 1, b, j] = gates[t, b, j] * gates[t, b, 2 * size + j] + gates[t, b, size + j] * cells[t, b, j]
+        for j in range(size):
+            inputs[t + 1, b, first_hidden + j] = gates[t, b, 3 * size + j] * tanh(cells[t + 1, b, j])
+
+
+@float_kernel(
+    lambda f: (f[:, :, ::1], f[:, :, ::1], f[:, ::1], numba.int64, f[:, :, ::1], f[:, :, ::1], f[:, :, ::1], f[::1]),
+    fastmath={"contract"},
+)
+def lstm_step_gradients(gy, dinputs, dcell, t, gates, cells, dgates, dbias):  # type: ignore[no-untyped-def]
+    """See `reference.lstm_step_gradients`."""
+    size = dcell.shape[1]
+    one = gates.dtype.type(1)
+    for b in range(gates.shape[1]):
+        dhidden = dinputs[t + 1, b, dinputs.shape[2] - size :]
+        for j in range(size):
+            dhidden[j] += gy[b, t, j]
+        for j in range(size):
+            dgates[t, b, 3 * size + j] = tanh(cells[t + 1, b, j])
+        for j in range(size):
+            y = dgates[t, b, 3 * size + j]
+            dcell[b, j] += dhidden[j] * gates[t, b, 3 * size + j] * (one - y * y)
+        for j in range(size):
+            i = gates[t, b, j]
+            dgates[t, b, j] = dcell[b, j] * gates[t, b, 2 * size + j] * i * (one - i)
+        for j in range(size):
+            f = gates[t, b, size + j]
+            dgates[t, b, size + j] = dcell[b, j] * cells[t, b, j] * f * (one - f)
+        for j in range(size):
+            g = gates[t, b, 2 * size + j]
+            dgates[t, b, 2 * size + j] = dcell[b, j] * gates[t, b, j] * (one - g * g)
+        for j in range(size):
+            o = gates[t, b, 3 * size + j]
+            dgates[t, b, 3 * size + j] *= dhidden[j] * o * (one - o)
+        for j in range(size):
+            dcell[b, j] *= gates[t, b, size + j]
+        for j in range(4 * size):
+            dbias[j] += dgates[t, b, j]
+
+
+@float_kernel(lambda f: (f[:, ::1], numba.int64[::1], f[:, ::1]))
+def add_rows(table, rows, values):  # type: ignore[no-untyped-def]
+    """See `reference.add_rows`."""
+    for k in range(rows.size):
+        row, value = table[rows[k]], values[k]
+        for j in range(row.size):
+            row[j] += value[j]
+
+
+def add_at(table: np.ndarray, key: Any, values: np.ndarray) -> None:
+    """See `reference.add_at`; NumPy adds in order."""
+    reference.add_at(table, key, values)
