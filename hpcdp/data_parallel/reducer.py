@@ -36,6 +36,9 @@ _WRITABLE = (State.FILLING, State.READY)
 CLOSING_OPERATION = (1 << OPERATION_BITS) - 1
 """Operation number of the closing exchange; the reductions of buckets have the numbers of the buckets."""
 
+CLOSING = "the closing exchange of a step"
+"""Its name in reports of ranks that do not come to it."""
+
 _MARKS = (1 << 20) - 1  # sums of their squares over all ranks are exact in float64
 
 
@@ -49,6 +52,7 @@ class StepSync:
         lane: the lane on which messages progress; None: in this thread.
         signature: see `make_tag`.
         name: the name of these steps for the watchdog, unique in the world.
+        operation: the name of the exchange in reports.
     """
 
     def __init__(
@@ -59,7 +63,9 @@ class StepSync:
         lane: CommunicationLane | None,
         signature: int,
         name: str,
+        operation: str = CLOSING,
     ) -> None:
+        self._operation = operation
         self._size = world.size
         self._progress = ProgressEngine.of(world)
         self._signature = signature
@@ -80,7 +86,7 @@ class StepSync:
         if self._size == 1:
             return list(numbers)
         self._begun += 1
-        with self._progress.watchdog.watching("the closing exchange of a step", counted=self._counted):
+        with self._progress.watchdog.watching(self._operation, counted=self._counted):
             self._progress.finish()  # as before any blocking collective
             return self._exchange(*numbers)
 
@@ -173,6 +179,7 @@ class Reducer:
             on the host, and ``compression`` None. None: one piece a rank.
         sharded: reduce each shard for its owner alone also on GPUs, as in memory that ranks share.
         more_numbers: how many numbers may be added to those of a step's closing exchange.
+        closing: the name of that exchange in reports of ranks that do not come to it.
     """
 
     def __init__(
@@ -185,6 +192,7 @@ class Reducer:
         virtual_shards: int | None = None,
         sharded: bool = False,
         more_numbers: int = 0,
+        closing: str = CLOSING,
     ) -> None:
         if len(layout.counts) > CLOSING_OPERATION:
             expected = f"at most {CLOSING_OPERATION} buckets"
@@ -214,8 +222,9 @@ class Reducer:
         )
         """True if updates may run after the end of a step, because readers of a parameter wait for its update."""
         lane = CommunicationLane.of(world) if self.overlap else None
-        closing = StepSync(world, reduction.comm, reduction.gate, lane, signature, f"steps of trainer {serial}")
-        self.tally, self.tally_alike = closing.tally, closing.tally_alike
+        steps = f"steps of trainer {serial}"
+        sync = StepSync(world, reduction.comm, reduction.gate, lane, signature, steps, closing)
+        self.tally, self.tally_alike = sync.tally, sync.tally_alike
         """See `StepSync`. The exchange is complete when all ranks have left backward."""
         self.barrier = reduction.gate.barrier
         """Blocks until all ranks of `memory` have called it."""

@@ -1,6 +1,6 @@
 """Data-parallel training of PyTorch models, on the reducer of `hpcdp.data_parallel`.
 
-- `distributed`: the wrapper of a module whose gradients are averaged over all ranks.
+- `distributed`: the wrapper of a module whose gradients are averaged over all ranks. `backward`: its hooks.
 - `sharded_optimizer`: an optimizer in which each rank updates its shard of the parameters.
 - `sync_batch_norm`: batch normalisation over the batches of all ranks.
 - `sampler`: an index sampler for each rank.

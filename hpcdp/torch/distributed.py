@@ -1,424 +1,73 @@
-"""`DistributedDataParallel`: a module whose gradients are averaged over all ranks.
-
-- `Backward`: hooks of PyTorch's backward, from the first gradient to the average. A backward counts if it passes
-  through an output of the wrapper, on which `Backward.mark` leaves a hook; any other one is this rank's alone. Autograd
-  allocates a gradient for each parameter. A hook copies it once to its place in the bucket, in memory that the node's
-  ranks share or on the GPU. Then it calls the reducer, which leaves the sum in that place. On a GPU all work goes to
-  torch's current stream, and the host waits for none of it.
-- `Turns`: uneven inputs (`DistributedDataParallel.join`). Before each collective operation on a joined model, every
-  rank announces it. A rank without data announces nothing, and takes part with gradients of zero in the operations of
-  the others, until no rank has data.
-"""
+"""`DistributedDataParallel`: a module whose gradients are averaged over all ranks, by the hooks of `backward`."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import inspect
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..comm import World, init
 from ..comm.consistency import require_same
 from ..comm.world import require_world
 from ..compression import Compression, Settings
-from ..core.checks import check_name, instance, not_copied, one_of
+from ..core.checks import check_name, instance, one_of
 from ..core.devices import Device
 from ..data_parallel import Reducer
 from ..data_parallel.buckets import plan
 from ..data_parallel.trainer_state import gather_residuals, regrouped, take_residuals
-from ..errors import ConfigError, MismatchError, StaleGradientError, UnsupportedError, listed, warn
+from ..errors import ConfigError, UnsupportedError, warn
 from . import tensors
+from .backward import Backward
 from .sync_batch_norm import SyncBatchNorm
 from .tensors import GpuBuffers, ModuleBuffers, TorchParameter
 
-_JOINED = "joined model"
-"""Key of the joined model's `Turns` in `World.kept`."""
+T = TypeVar("T")
 
-
-class Turns:
-    """The collective operations of one model's ranks, where some may run out of data.
-
-    Args:
-        world: the ranks.
-    """
-
-    def __init__(self, world: World) -> None:
-        self.events: dict[str, Callable[[Any], object]] = {}
-        """Function by event that a rank without data calls with the announced argument."""
-        self.active = list(range(world.size))
-        """Ranks that had data at the latest turn."""
-        self.last_rank = 0
-        """Lowest rank that had data at the last turn of the last `joined`."""
-        self._world = world
-        self.following = False
-        """True if this rank has run out of data, and other ranks have not."""
-        self._open = False
-        self._divides_by_all = True
-
-    @property
-    def divisor(self) -> int:
-        """Number of ranks by which sums of gradients are divided."""
-        return self._world.size if self._divides_by_all else len(self.active)
-
-    def announce(self, event: str, argument: object = None) -> None:
-        """Announce a collective operation of this rank; does nothing outside of `joined`.
-
-        Args:
-            event: one of `events`.
-            argument: the argument of the event's function on ranks without data; any JSON value.
-
-        Raises:
-            MismatchError: ranks with data announce different operations; on every rank.
-        """
-        if self._open and not self.following:
-            self._exchange([event, argument])
-
-    @contextmanager
-    def joined(self, divides_by_all: bool) -> Iterator[None]:
-        """Let ranks run out of data within this context; leaving it waits until all ranks leave.
-
-        Raises:
-            ConfigError: within another such context, even of another model, because their turns would be confused.
-        """
-        if _JOINED in self._world.kept:
-            raise ConfigError(
-                "join", expected="one joined model at a time", got="join() within join()",
-                remedy="wrap one module that holds both models",
-            )  # fmt: skip
-        self._world.kept[_JOINED] = self
-        self._open, self._divides_by_all = True, divides_by_all
-        try:
-            yield
-            self.following = True
-            last = self.active
-            while (announced := self._exchange(None)) is not None:
-                last = self.active
-                event, argument = announced
-                self.events[event](argument)
-            self.last_rank = last[0]
-        finally:
-            del self._world.kept[_JOINED]
-            self._open, self.following, self._divides_by_all = False, False, True
-            self.active = list(range(self._world.size))
-
-    def _exchange(self, own: list[Any] | None) -> list[Any] | None:
-        """Return the event and argument that the ranks with data announce; None if no rank has data."""
-        by_rank = self._world.comm.allgather_json(own)
-        self.active = [rank for rank, announced in enumerate(by_rank) if announced is not None]
-        if not self.active:
-            return None
-        first = by_rank[self.active[0]]
-        for rank in self.active:
-            if by_rank[rank] != first:
-                raise MismatchError(
-                    "join", expected=f"the same as on rank {self.active[0]}: {_event_text(*first)}",
-                    got=f"{_event_text(*by_rank[rank])} on rank {rank}",
-                    remedy="call the same operations for each batch on all ranks that have data",
-                )  # fmt: skip
-        return list(first)
-
-
-def _event_text(event: str, argument: object) -> str:
-    return f"{event} ({argument})" if argument is not None else event
-
-
-_NO_BACKWARD = -1
-
-_takers: Any = WeakTensorKeyDictionary()
-"""Latest owner of each parameter's gradients, as a weak reference, and the handle of its hook."""
-
-
-class Backward:
-    """The hooks of a module's backward passes. All ranks must make it together.
-
-    Args:
-        params: the trained parameters, in the order of their registration. An earlier owner of their gradients raises
-            an error in its next forward.
-        reducer: the reducer of the same parameters.
-        world: the ranks.
-        find_unused: whether a parameter without a gradient is allowed.
-        sums: divide after the sum, and not each gradient before it, so that codecs see the gradients unscaled.
-    """
-
-    def __init__(
-        self,
-        params: Sequence[TorchParameter],
-        reducer: Reducer,
-        world: World,
-        find_unused: bool,
-        sums: bool = False,
-    ) -> None:
-        self.reducer = reducer
-        self.params = {param.name: param for param in params}
-        self.syncing = True
-        """True if a backward ends with the average over all ranks; otherwise it only adds to this rank's gradients."""
-        self.awaits_step = False
-        """True if an optimizer sums and updates in one pass, so that backward leaves this rank's own gradients."""
-        self.turns = Turns(world)
-        self.turns.events["backward"] = lambda _: self._average()
-        self.find_unused = find_unused
-        self._sums = sums
-        self._world = world
-        self._device = params[0].device
-        self.at_close: Callable[[], object] = lambda: None
-        """Called on every rank after the gradients of a step are summed."""
-        self._held: set[str] = set()  # parameters written without synchronization
-        self._queued = False  # the end of the current backward is scheduled
-        self._counts = False  # the current backward has passed through an output, so that it ends with the average
-        self._writes = False  # the current backward has written a gradient, or has reached a mark
-        self._armed = False  # the next backward counts even if it passes through no known output
-        self._taken_over: str | None = None  # a parameter with a later owner
-        for param in params:
-            self._take(param)
-
-    def _take(self, param: TorchParameter) -> None:
-        before, handle = _takers.get(param.tensor, (lambda: None, None))
-        if handle is not None:
-            handle.remove()
-        if before() is not None:
-            before()._taken_over = param.name
-        weak, name = weakref.ref(self), param.name  # the tensor keeps the hook and its references alive
-
-        def written(_tensor: torch.Tensor) -> None:
-            owner = weak()
-            if owner is not None:
-                owner._written(owner.params[name])
-
-        _takers[param.tensor] = weak, param.tensor.register_post_accumulate_grad_hook(written)
-
-    def begin(self) -> None:
-        """Prepare for a forward that a backward may follow: drop the gradients of a failed backward.
-
-        Raises:
-            ConfigError: a later wrapper has taken a parameter.
-        """
-        if self._taken_over is not None:
-            raise ConfigError(
-                "forward", where=self._taken_over, expected="a parameter of this wrapper alone",
-                got="a parameter that was wrapped again", remedy="use the later wrapper, or wrap one module with both",
-            )  # fmt: skip
-        if self._queued and torch._C._current_graph_task_id() == _NO_BACKWARD:
-            counted, self._queued, self._counts, self._writes = self._counts, False, False, False
-            if counted and not self.awaits_step:
-                self.drop()
-
-    def arm(self) -> None:
-        """Let the next backward of the parameters count, whatever it passes through, as torch's wrapper does."""
-        self._armed = True
-
-    def drop(self) -> None:
-        """Drop the gradients since the last reduction; with overlap every rank must call."""
-        self._held = set()
-        self._queued = self._counts = self._writes = False
-        reducer = self.reducer
-        if not reducer.is_untouched:
-            if reducer.overlap:
-                with tensors.on_torchs_stream(self._device):
-                    reducer.launch_rest()
-                    reducer.drop()
-            reducer.reset()
-
-    def watch(self, tensors: Iterator[torch.Tensor]) -> bool:
-        """Let backwards through an output of the forward count; return whether a backward can pass through one."""
-        found = False
-        for tensor in tensors:
-            if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(self._passed)
-                found = True
-        return found
-
-    def mark(self) -> torch.Tensor:
-        """Return a new tensor such that a backward that reaches it counts, even if it uses no parameter."""
-        mark = torch.zeros((), requires_grad=True)
-        mark.register_post_accumulate_grad_hook(self._reached)
-        return mark
-
-    def _passed(self, _gradient: torch.Tensor | None = None) -> None:
-        if self.syncing:
-            self._counts = True
-            self._watch_end()
-
-    def _reached(self, _tensor: torch.Tensor) -> None:
-        self._writes = self._writes or self.syncing
-        self._passed()
-
-    def _watch_end(self) -> None:
-        """Schedule the end of the current backward, after all its parts; called within it."""
-        if not self._queued:
-            self._queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
-
-    def _written(self, param: TorchParameter) -> None:
-        gradient = param.tensor.grad
-        if gradient is None and self.find_unused:
-            return  # autograd came by without a gradient, as from an output that the loss does not use
-        if gradient is not None and gradient.layout is not torch.strided:
-            raise UnsupportedError(
-                "backward", where=param.name, expected="a dense gradient",
-                got=f"a gradient of layout {gradient.layout}", remedy="make the layer with sparse=False",
-            )  # fmt: skip
-        if not self.syncing:
-            self._held.add(param.name)
-            return
-        self._writes = True
-        self._counts = self._counts or self._armed
-        self._watch_end()
-        if not self._counts:
-            self._held.add(param.name)  # this rank's alone, until a backward counts
-            return
-        if not self.awaits_step and not self.reducer.is_missing(param.name):
-            raise StaleGradientError(
-                "backward", where=param.name, expected="one gradient of a parameter in each backward",
-                got="a second gradient", remedy="pass use_reentrant=False to torch.utils.checkpoint",
-            )  # fmt: skip
-        if not self.reducer.is_writable(param.name):
-            raise StaleGradientError(
-                "backward", where=param.name, expected="one backward before each step of a ShardedOptimizer",
-                got="another one", remedy="call step() or zero_grad() between, or all but the last within no_sync()",
-            )  # fmt: skip
-        param.contribute(self._share)
-        if self.awaits_step and self.reducer.overlap:
-            param.tensor.grad = None  # a reduction may run in its place: nothing must be written there
-        else:
-            param.release()
-        with tensors.on_torchs_stream(self._device):
-            param.grad_hook(param)
-
-    @property
-    def _share(self) -> float:
-        return 1.0 if self.awaits_step or self._sums else 1.0 / self.turns.divisor
-
-    def _end(self) -> None:
-        counts, writes = self._counts, self._writes
-        self._queued = self._counts = self._writes = False
-        if not counts:
-            return
-        self._armed = False
-        # torch.autograd.grad, e.g., writes no gradient of a parameter.
-        if writes and not self.awaits_step:
-            self.turns.announce("backward")
-            self._average()
-
-    def _average(self) -> None:
-        unused = self.close()
-        with tensors.on_torchs_stream(self._device):
-            self.reducer.reduce_everywhere()
-        if self._sums:
-            for param in self.params.values():
-                param.view.mul_(1.0 / self.turns.divisor)
-        if not self.turns.following:
-            for name, param in self.params.items():
-                if name not in unused or param.tensor.grad is not None:
-                    param.take()
-        self.reducer.reset()
-        self.at_close()
-
-    def close(self, settings: tuple[float, ...] = ()) -> set[str]:
-        """Run the closing exchange, after which every rank has left backward; every rank must call.
-
-        Parameters that this rank has not used count as zero. A rank without data need not use any.
-
-        Args:
-            settings: numbers that must be the same on all ranks.
-
-        Returns:
-            The parameters that no rank has used.
-
-        Raises:
-            StaleGradientError: a rank has not used all parameters, and must; on every rank.
-            MismatchError: the settings differ; on every rank.
-        """
-        reducer, held, following = self.reducer, self._held, self.turns.following
-        missing = reducer.missing
-        self._held = set()
-        # An optimizer's zero_grad() may have dropped held gradients.
-        unused = [name for name in missing if name not in held or self.params[name].tensor.grad is None]
-        waits = reducer.keeps_unsent and bool(missing)  # until all ranks know which parameters not to send
-        if not waits:
-            self._launch_missing(missing)
-        (num_unused,), alike = reducer.tally_alike(settings, 0 if following else len(unused))
-        if not alike:
-            self._end_reductions()
-            self.refuse(settings)
-        if not num_unused:
-            if waits:
-                self._launch_missing(missing)
-            return set()
-        older = [name for name in unused if self.params[name].tensor.grad is not None]  # which other ranks add to
-        exchanged = self._world.comm.allgather_json(None if following else [unused, older])
-        by_rank = [None if names is None else names[0] for names in exchanged]
-        if not self.find_unused:
-            self._end_reductions()
-            rank, names = next((rank, names) for rank, names in enumerate(by_rank) if names)
-            if len(names) == len(self.params) and self.awaits_step:
-                raise StaleGradientError(
-                    "step", where=f"rank {rank}", expected="a backward since the last step or zero_grad()", got="none"
-                )
-            raise StaleGradientError(
-                "backward", where=f"rank {rank}", expected="a gradient for every parameter",
-                got=f"none for {listed(names)}",
-                remedy="pass find_unused_parameters=True, or freeze them (requires_grad=False) before wrapping",
-            )  # fmt: skip
-        left_alone = set.intersection(*(set(names) for names in by_rank if names is not None))
-        if waits:
-            reducer.keep_unsent(left_alone.difference(*(names[1] for names in exchanged if names is not None)))
-            self._launch_missing(missing)
-        return left_alone
-
-    def _launch_missing(self, missing: Sequence[str]) -> None:
-        """Launch the buckets that backward has not; unwritten gradients of ``missing`` count as zero."""
-        with tensors.on_torchs_stream(self._device):
-            for name in missing:
-                param = self.params[name]
-                param.contribute(0.0 if self.turns.following else self._share)
-                param.grad_hook(param)
-            self.reducer.launch_rest()
-
-    def refuse(self, settings: tuple[float, ...]) -> None:
-        """Raise `MismatchError` on all ranks, whose settings of an optimizer differ."""
-        item = f"a step with settings {settings}" if settings else "the sum for clip_grad_norm_ or a GradScaler"
-        remedy = "set the same learning rates, and make the same calls, on all ranks"
-        require_same(self._world.comm, "step", [item], remedy)
-
-    def _end_reductions(self) -> None:
-        with tensors.on_torchs_stream(self._device):
-            self.reducer.drop()  # wait for the reductions that were launched
-        self.reducer.reset()
-
+_CLOSING = "the average of gradients (unequal numbers of batches need `with model.join():`)"
+"""The closing exchange of a backward or a step, in reports of ranks that do not come to it."""
 
 OWNERS = ("rank", "shard")
 """The valid values of ``owner``."""
 
-_OF_TORCHS = {
-    "device_ids": "call module.to(device) before you wrap the module",
-    "output_device": "outputs are on the device of the module",
-    "dim": "split the batch before the forward",
-    "init_sync": "all ranks begin with rank 0's values",
-    "process_group": "pass world=world.split(color) for some of the ranks",
-    "check_reduction": "reductions are always checked",
-    "gradient_as_bucket_view": "gradients are always views of buckets",
-    "static_graph": "it is not needed",
-    "delay_all_reduce_named_params": "it is not needed",
-    "param_to_hook_all_reduce": "it is not needed",
-    "mixed_precision": "use torch.autocast",
-    "device_mesh": "pass world=world.split(color) for some of the ranks",
-    "skip_all_reduce_unused_params": "it is not needed",
-    "bucket_cap_mb_list": "pass bucket_cap_mb",
-    "batched_grad_copy": "it is not needed",
-    "forward_sync_buffers": "pass broadcast_buffers",
+_EITHER = (None, False, True)
+
+_OF_TORCHS: dict[str, tuple[tuple[object, ...], str]] = {
+    "device_ids": ((None,), "call module.to(device) before you wrap the module"),
+    "output_device": ((None,), "outputs are on the device of the module"),
+    "dim": ((0,), "split the batch before the forward"),
+    "init_sync": ((True,), "all ranks begin with rank 0's values"),
+    "process_group": ((None,), "pass world=world.split(color) for some of the ranks"),
+    "check_reduction": (_EITHER, ""),  # reductions are always checked
+    "gradient_as_bucket_view": (_EITHER, ""),  # they always are
+    "static_graph": (_EITHER, ""),
+    "delay_all_reduce_named_params": ((None,), "leave their gradients to torch's wrapper with backend='hpcdp'"),
+    "param_to_hook_all_reduce": ((None,), "leave their gradients to torch's wrapper with backend='hpcdp'"),
+    "mixed_precision": ((None,), "use torch.autocast"),
+    "device_mesh": ((None,), "pass world=world.split(color) for some of the ranks"),
+    "skip_all_reduce_unused_params": (_EITHER, ""),  # faster or slower, with the same gradients, as the next ones
+    "bucket_cap_mb_list": ((None,), "pass bucket_cap_mb"),
+    "batched_grad_copy": (_EITHER, ""),
+    "forward_sync_buffers": (_EITHER, ""),
 }
-"""Arguments of torch's wrapper that this one does not have, and the alternative."""
+"""Arguments of torch's wrapper: the values that this one takes, and the alternative to others."""
+
+_HOOKS = {
+    "allreduce": None, "allreduce_hook": None, "ALLREDUCE": None,
+    "fp16_compress": "fp16", "fp16_compress_hook": "fp16", "FP16_COMPRESS": "fp16",
+    "bf16_compress": "bf16", "bf16_compress_hook": "bf16",
+}  # fmt: skip
+"""Compression that does what a communication hook of torch does, by the names of both."""
 
 
-class DistributedDataParallel(torch.nn.Module):
+class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     """A module whose backward leaves the average over all ranks in every ``param.grad``.
 
     As with ``torch.nn.parallel.DistributedDataParallel``, every rank must make it with the same module and must run the
@@ -448,9 +97,17 @@ class DistributedDataParallel(torch.nn.Module):
         bucket_cap_mb: size of a bucket of gradients in MiB; the first bucket has 1. None: an eighth of the model, but
             from 1 to 25.
         overlap: reduce buckets while backward runs. None: on several nodes.
-        compression: the compression of gradients between nodes, as in `hpcdp.Trainer`, instead of the communication
-            hooks of torch's wrapper.
-        of_torchs: arguments of torch's wrapper that raise an error with the alternative.
+        compression: the compression of gradients between nodes, as in `hpcdp.Trainer`; see `register_comm_hook`.
+        of_torchs: arguments of torch's wrapper. Those that only ask for what this one does anyway are taken:
+            ``device_ids`` and ``output_device`` of the module's own device, ``gradient_as_bucket_view``,
+            ``static_graph``, which allows unused parameters as in torch, and defaults. Others raise an error with the
+            alternative.
+
+    It is a subclass of torch's wrapper, because libraries ask for that to find the module inside, and `no_sync`. It
+    shares none of that wrapper's state, so its private methods do not work. Names in the module's
+    ``_ddp_params_and_buffers_to_ignore`` are left alone, as in torch. ``copy.deepcopy``, `pickle` and
+    ``torch.optim.swa_utils.AveragedModel`` copy the module inside, without the wrapper. Within backward, as in a hook
+    that steps an optimizer, ``param.grad`` is this rank's share of the average: step after backward.
 
     Raises:
         MismatchError: the ranks' parameters or settings differ; on every rank, naming ranks and the first difference.
@@ -467,20 +124,27 @@ class DistributedDataParallel(torch.nn.Module):
         world: World | None = None,
         *,
         owner: str = "rank",
-        broadcast_buffers: bool = True,
+        broadcast_buffers: bool | None = True,
         find_unused_parameters: bool = False,
         bucket_cap_mb: float | None = None,
         overlap: bool | None = None,
         compression: Settings = None,
         **of_torchs: Any,
     ) -> None:
-        super().__init__()
-        _refuse(of_torchs)
+        torch.nn.Module.__init__(self)
+        Joinable.__init__(self)  # and not that of torch's wrapper, which wants a process group
         instance("DistributedDataParallel", None, module, torch.nn.Module, "a torch.nn.Module")
         require_world("DistributedDataParallel", world)  # torch's wrapper takes devices there
+        if (forward_sync_buffers := of_torchs.get("forward_sync_buffers")) is not None:
+            broadcast_buffers = bool(forward_sync_buffers)
+        broadcast_buffers = broadcast_buffers is None or bool(broadcast_buffers)
+        find_unused_parameters = bool(find_unused_parameters or of_torchs.get("static_graph"))
         one_of("DistributedDataParallel", "owner", owner, OWNERS)
         moves = owner == "shard"
-        params = list(module.named_parameters())
+        self.parameters_to_ignore = frozenset(
+            str(name).removeprefix(".") for name in getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        )
+        params = self._shared(module.named_parameters())
         trained = [TorchParameter(name, tensor, moves) for name, tensor in params if tensor.requires_grad]
         self._frozen = {name: tensor for name, tensor in params if not tensor.requires_grad}
         if not trained:
@@ -488,38 +152,134 @@ class DistributedDataParallel(torch.nn.Module):
                 "DistributedDataParallel", where="module", expected="at least one parameter that requires a gradient",
                 got="none",
             )  # fmt: skip
-        self.device = _one_device(trained)
+        self.device = trained[0].tensor.device
+        self.gpu = _one_device(trained)
         """GPU of the module; None on the host."""
+        _refuse(of_torchs, self.device)
         settings = Compression.of(compression)
         self.module = module
         self.world = init() if world is None else world
         self.owner = owner
-        self.compression = settings
+        self.forward_sync_buffers = broadcast_buffers
         self._held_before = _places(module)
-        self._buffers_of_all = ModuleBuffers(module, self.world) if broadcast_buffers else None
+        buffers = self._shared(module.named_buffers()) if broadcast_buffers else []
+        self._buffers_of_all = ModuleBuffers(module, self.world, self.parameters_to_ignore) if buffers else None
         alike = f"{owner=} {broadcast_buffers=} {find_unused_parameters=} {bucket_cap_mb=} {overlap=}"
-        place = "" if self.device is None else " on a GPU"
-        alike_tensors = (*params, *(module.named_buffers() if broadcast_buffers else ()))
+        place = "" if self.gpu is None else " on a GPU"
         states = [f"{name} {tuple(tensor.shape)} {tensor.dtype}{' requires_grad' * tensor.requires_grad}{place}"
                   + f" strides {tensor.stride()}" * (moves and tensor.requires_grad)
-                  for name, tensor in alike_tensors]  # fmt: skip
+                  for name, tensor in (*params, *buffers)]  # fmt: skip
         require_same(self.world.comm, "DistributedDataParallel", [alike, f"compression {settings}"])
         require_same(self.world.comm, "DistributedDataParallel", states)
         self._broadcast_values(0)
-        layout = plan([(param.name, param.shape, param.dtype) for param in trained], bucket_cap_mb)
-        tensors.give_back_cache(self.device)
-        with tensors.on_torchs_stream(self.device):
-            reducer = Reducer(trained, layout, self.world, overlap, settings, sharded=owner == "shard")
-        if self.device is not None and self.world.size > 1 and self._buffers_of_all is not None:
-            self._buffers_of_all.on_gpu = GpuBuffers(self.world, self.device, reducer.way)
+        self._trained, self._layout_settings = trained, (bucket_cap_mb, overlap)
+        reducer = self._make_reducer(settings)
+        if self.gpu is not None and self.world.size > 1 and self._buffers_of_all is not None:
+            self._buffers_of_all.on_gpu = GpuBuffers(self.world, self.gpu, reducer.way)
         self.backward_pass = Backward(trained, reducer, self.world, find_unused_parameters, settings is not None)
         self.backward_pass.turns.events["forward"] = self._before_forward
         self.backward_pass.at_close = self._after_backward
         self._buffers_differ: bool | None = None
         """True if a training forward has changed this rank's buffers since they were shared; None: no such forward."""
+        self.device_type, self.device_ids, self.output_device, self.dim = self.device.type, None, None, 0
+        self.static_graph, self.gradient_as_bucket_view = bool(of_torchs.get("static_graph")), True
+        self.mixed_precision = None
+
+    def _shared(self, named: Iterable[tuple[str, T]]) -> list[tuple[str, T]]:
+        """Return the parameters or buffers that this wrapper does not ignore."""
+        return [(name, tensor) for name, tensor in named if name not in self.parameters_to_ignore]
+
+    def _make_reducer(self, compression: Compression | None) -> Reducer:
+        self.compression = compression
+        bucket_cap_mb, overlap = self._layout_settings
+        layout = plan([(param.name, param.shape, param.dtype) for param in self._trained], bucket_cap_mb)
+        tensors.give_back_cache(self.gpu)
+        with tensors.on_torchs_stream(self.gpu):
+            return Reducer(
+                self._trained, layout, self.world, overlap, compression, sharded=self.owner == "shard", closing=_CLOSING
+            )
+
+    @property
+    def find_unused_parameters(self) -> bool:
+        """True if a backward may leave out parameters."""
+        return self.backward_pass.find_unused
+
+    def _set_static_graph(self) -> None:
+        """Allow unused parameters, as torch's wrapper does; the graph may also change. Every rank must call."""
+        self.static_graph = self.backward_pass.find_unused = True
+
+    def register_comm_hook(self, state: object = None, hook: object = None) -> None:
+        """Compress gradients between nodes as a hook of torch's wrapper would; every rank must call, once.
+
+        Args:
+            state: ignored, unless it is a name, as in ``register_comm_hook("fp16_compress")``.
+            hook: ``"allreduce"``, ``"fp16_compress"`` or ``"bf16_compress"``, or the function of this name in
+                ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks``. Gradients of the ranks of a node are not
+                compressed, because they send no messages.
+
+        Raises:
+            UnsupportedError: another hook.
+            ConfigError: the wrapper has compression, or a ShardedOptimizer; or a backward is under way.
+            MismatchError: the ranks' hooks differ; on every rank.
+        """
+        hook = state if hook is None else hook
+        name = hook if isinstance(hook, str) else getattr(hook, "__name__", repr(hook))
+        if name not in _HOOKS:
+            power_sgd = "compression='topk:ratio=0.01', which also keeps what it has not sent"
+            by_backend = "torch's DistributedDataParallel over dist.init_process_group('hpcdp') has any hook"
+            raise UnsupportedError(
+                "register_comm_hook", where="hook", expected="allreduce, fp16_compress or bf16_compress", got=name,
+                remedy=f"pass {power_sgd}; {by_backend}" if "powersgd" in name.lower() else by_backend,
+            )  # fmt: skip
+        backward = self.backward_pass
+        if self.compression is not None or backward.awaits_step or not backward.reducer.is_untouched:
+            raise ConfigError(
+                "register_comm_hook", expected="a wrapper without compression, before training",
+                got="compression" if self.compression is not None else "a ShardedOptimizer, or a backward",
+                remedy="call it once, directly after you wrap the module",
+            )  # fmt: skip
+        require_same(self.world.comm, "register_comm_hook", [f"hook {_HOOKS[name]}"])
+        if _HOOKS[name] is not None:
+            compression = Compression.of(_HOOKS[name])
+            backward.use(self._make_reducer(compression), True)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        self.register_comm_hook(None, comm_hook_type.name)
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        return {}
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        pass
+
+    def join_hook(self, **settings: Any) -> JoinHook:
+        """Raise an error, because ``torch.distributed.algorithms.Join`` announces nothing; see `join`.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "torch.distributed.algorithms.Join", expected="torch's DistributedDataParallel",
+            got="hpcdp.torch.DistributedDataParallel", remedy="use `with model.join():`",
+        )  # fmt: skip
+
+    @property
+    def process_group(self) -> Any:
+        """The default group of ``torch.distributed``, for libraries that ask; None without. Gradients do not use it."""
+        return torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the module."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """See `process_group`."""
+        return self.process_group
 
     def _broadcast_values(self, root: int) -> None:
-        for param in self.module.parameters():
+        for _, param in self._shared(self.module.named_parameters()):
             values = param.detach().to("cpu", copy=True).contiguous()
             if values.numel():
                 self.world.comm.native_broadcast(values.reshape(-1).view(torch.uint8).numpy(), root)
@@ -563,7 +323,7 @@ class DistributedDataParallel(torch.nn.Module):
         Known parameters may have moved, by pruning or tying, or may be gone.
         """
         known = {id(param.tensor) for param in self.backward_pass.params.values()}
-        for name, tensor in self.module.named_parameters():
+        for name, tensor in self._shared(self.module.named_parameters()):
             # `torch.func.functional_call` temporarily replaces parameters by tensors.
             if tensor.requires_grad and id(tensor) not in known and isinstance(tensor, torch.nn.Parameter):
                 raise ConfigError(
@@ -630,9 +390,13 @@ class DistributedDataParallel(torch.nn.Module):
         self.backward_pass.drop()
         super().zero_grad(set_to_none)
 
-    __reduce__ = not_copied(
-        "DistributedDataParallel", "the wrapper", "copy model.module, save model.module.state_dict()", what="its module"
-    )
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
+        """Return a deep copy of the module, without the wrapper."""
+        return copy.deepcopy(self.module, memo)
+
+    def __reduce__(self) -> Any:
+        """Copy and pickle the module, without the wrapper."""
+        return _unwrapped, (self.module,)
 
     def refuse_shared_memory(self, operation: str) -> None:
         """Raise `UnsupportedError` if a parameter, whose memory moves, shares it with a buffer or parameter."""
@@ -664,9 +428,9 @@ class DistributedDataParallel(torch.nn.Module):
         """
         buffers = self._buffers_of_all
         if buffers is None:
-            states = [f"{name} {tuple(x.shape)} {x.dtype}" for name, x in self.module.named_buffers()]
-            require_same(self.world.comm, "sync_buffers", states)
-            buffers = ModuleBuffers(self.module, self.world)
+            own = self._shared(self.module.named_buffers())
+            require_same(self.world.comm, "sync_buffers", [f"{name} {tuple(x.shape)} {x.dtype}" for name, x in own])
+            buffers = ModuleBuffers(self.module, self.world, self.parameters_to_ignore)
         buffers.broadcast(self.backward_pass.turns.active[0])
         self._buffers_differ = False
 
@@ -690,7 +454,12 @@ class DistributedDataParallel(torch.nn.Module):
             )
 
     @contextmanager
-    def join(self, divide_by_initial_world_size: bool = True) -> Iterator[None]:
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Iterator[None]:
         """Let ranks have different numbers of batches within this context; every rank must enter.
 
         A rank that leaves it waits until all ranks leave, and takes part with gradients of zero. At the end all ranks
@@ -702,19 +471,25 @@ class DistributedDataParallel(torch.nn.Module):
         Args:
             divide_by_initial_world_size: divide sums of gradients by the number of all ranks, so that the samples of
                 the last batches weigh as much as others; otherwise by the number of ranks that still have data.
+            enable: False: the context does nothing, for data that is known to be even.
+            throw_on_early_termination: raise an error on all ranks as soon as one runs out of batches before others.
 
         Raises:
-            MismatchError: ranks with data make different calls; on every rank.
+            MismatchError: ranks with data make different calls, or a rank has run out of batches and
+                ``throw_on_early_termination`` is set; on every rank.
             ConfigError: a model is joined already.
             UnsupportedError: the model contains a `SyncBatchNorm`.
         """
+        if not enable:
+            yield
+            return
         if any(isinstance(module, SyncBatchNorm) for module in self.module.modules()):
             raise UnsupportedError(
                 "join", expected="a model without SyncBatchNorm", got="a model with SyncBatchNorm",
                 remedy="use the same number of batches on every rank (drop_last=True)",
             )  # fmt: skip
         turns = self.backward_pass.turns
-        with turns.joined(divide_by_initial_world_size):
+        with turns.joined(divide_by_initial_world_size, throw_on_early_termination):
             yield
         self._broadcast_values(turns.last_rank)
 
@@ -745,14 +520,33 @@ class DistributedDataParallel(torch.nn.Module):
         self.backward_pass.syncing = syncing
 
 
-def _refuse(of_torchs: Mapping[str, object]) -> None:
-    for name in of_torchs:
-        if name in _OF_TORCHS:
-            expected = "no argument of torch's wrapper alone"
-            remedy = f"leave it out: {_OF_TORCHS[name]}"
-            raise ConfigError("DistributedDataParallel", where=name, expected=expected, got=name, remedy=remedy)
-        check_name("argument", name, [*inspect.signature(DistributedDataParallel).parameters][:-1],
-                   "DistributedDataParallel")  # fmt: skip
+def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    return module
+
+
+def _refuse(of_torchs: Mapping[str, object], device: torch.device) -> None:
+    """Raise `ConfigError` for an argument of torch's wrapper that asks for what this one does not do."""
+    for name, value in of_torchs.items():
+        if name not in _OF_TORCHS:
+            check_name("argument", name, [*inspect.signature(DistributedDataParallel).parameters][:-1],
+                       "DistributedDataParallel")  # fmt: skip
+        taken, remedy = _OF_TORCHS[name]
+        if name == "device_ids" and isinstance(value, list | tuple) and all(_is_at(device, place) for place in value):
+            continue
+        if name == "output_device" and _is_at(device, value):
+            continue
+        if not isinstance(value, int | None) or value not in taken:
+            expected = f"{' or '.join(map(repr, taken))}, as by default"
+            if name in ("device_ids", "output_device"):
+                expected = f"None, or the module's device, {device}"
+            raise ConfigError("DistributedDataParallel", where=name, expected=expected, got=repr(value), remedy=remedy)
+
+
+def _is_at(device: torch.device, place: Any) -> bool:
+    """Return whether ``place``, a device or the number of a GPU, is ``device``."""
+    if isinstance(place, int):
+        return device.type != "cpu" and place == device.index
+    return isinstance(place, str | torch.device) and torch.device(place) == device
 
 
 def _places(module: torch.nn.Module) -> list[tuple[Mapping[str, Any], str, Any]]:

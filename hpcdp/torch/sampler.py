@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from ..comm import World, init
+from ..comm.world import require_world
+from ..core.checks import whole_number
 from ..data.samplers import SamplerPosition
 from ..errors import ConfigError
 
@@ -21,15 +23,33 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
 
     Args:
         dataset: a dataset with a length.
+        num_replicas, rank: as in torch; default those of the world.
         shuffle, seed, drop_last: as in torch.
         world: the ranks; default `hpcdp.init()`.
+
+    Raises:
+        ConfigError: ``rank`` is not below ``num_replicas``.
     """
 
     def __init__(
-        self, dataset: Any, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False, world: World | None = None
+        self,
+        dataset: Any,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        world: World | None = None,
     ) -> None:
-        world = init() if world is None else world
-        super().__init__(dataset, world.size, world.rank, shuffle, seed, drop_last)
+        require_world("DistributedSampler", world)
+        if num_replicas is None or rank is None:
+            world = init() if world is None else world
+            num_replicas = world.size if num_replicas is None else num_replicas
+            rank = world.rank if rank is None else rank
+        whole_number("DistributedSampler", "num_replicas", num_replicas, 1)
+        whole_number("DistributedSampler", "rank", rank, 0, num_replicas - 1)
+        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
         self._position = SamplerPosition()
         self.used: int | None = None
         """Number of samples of this iteration that this rank's loop has used; None: all that were drawn. Assign it

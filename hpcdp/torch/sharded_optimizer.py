@@ -29,7 +29,8 @@ from ..data_parallel.buckets import Bucket, Slot
 from ..errors import ConfigError, MismatchError, NonFiniteGradientError, UnsupportedError
 from ..optim import SGD, Adam, AdamW, Optimizer
 from . import tensors
-from .distributed import Backward, DistributedDataParallel
+from .backward import Backward
+from .distributed import DistributedDataParallel
 
 _NAMES = {"momentum": "momentum_buffer", "m": "exp_avg", "v": "exp_avg_sq"}
 """Torch's names of the states of our rules."""
@@ -254,7 +255,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.param_groups = self._whole.param_groups
         rules = self._rules_by_name()
         self._require_same_groups("ShardedOptimizer")
-        self._device = model.device
+        self._device = model.gpu
         with tensors.on_torchs_stream(self._device):
             self._owner = ShardedUpdate(self._backward.reducer, self._rules[0], rules)
         self._places = {name: param.tensor.data_ptr() for name, param in self._backward.params.items()}

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -268,16 +268,20 @@ class ModuleBuffers:
     Args:
         module: the module.
         world: the ranks.
+        ignored: names of buffers that stay each rank's own.
 
     Raises:
         UnsupportedError: a buffer that is not dense, or whose elements share memory.
     """
 
-    def __init__(self, module: torch.nn.Module, world: World) -> None:
+    def __init__(self, module: torch.nn.Module, world: World, ignored: Set[str] = frozenset()) -> None:
         self._module = module
         self._world = world
+        self._ignored = ignored
         self.on_gpu: GpuBuffers | None = None
         for name, buffer in module.named_buffers():
+            if name in ignored:
+                continue
             if buffer.layout is not torch.strided:
                 raise UnsupportedError(
                     "DistributedDataParallel", where=name, expected="a dense buffer", got=f"layout {buffer.layout}"
@@ -295,7 +299,8 @@ class ModuleBuffers:
         """
         if self._world.size == 1:
             return
-        buffers = [buffer.data for buffer in self._module.buffers() if buffer.numel()]
+        named = self._module.named_buffers()
+        buffers = [buffer.data for name, buffer in named if buffer.numel() and name not in self._ignored]
         if self.on_gpu is not None:
             on_gpu = [buffer for buffer in buffers if gpu_of(buffer) == self.on_gpu.device]
             buffers = [buffer for buffer in buffers if gpu_of(buffer) != self.on_gpu.device]

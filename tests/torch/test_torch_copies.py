@@ -22,7 +22,6 @@ MADE = {
     hpcdp.torch.SyncBatchNorm: lambda: hpcdp.torch.SyncBatchNorm(3),
 }
 REFUSED = {
-    hpcdp.torch.DistributedDataParallel: lambda: hpcdp.torch.DistributedDataParallel(nn.Linear(3, 2)),
     hpcdp.torch.ShardedOptimizer: lambda: hpcdp.torch.ShardedOptimizer(
         hpcdp.torch.DistributedDataParallel(nn.Linear(3, 2), owner="shard")
     ),
@@ -31,7 +30,8 @@ REFUSED = {
 
 def test_every_public_class_is_copied_or_says_by_name_why_not():
     public = [getattr(hpcdp.torch, name) for name in hpcdp.torch.__all__]
-    assert {each for each in public if inspect.isclass(each)} == MADE.keys() | REFUSED.keys()
+    copied_without = {hpcdp.torch.DistributedDataParallel}  # tested below
+    assert {each for each in public if inspect.isclass(each)} == MADE.keys() | REFUSED.keys() | copied_without
     for copied in COPIES:
         for kind, make in MADE.items():
             assert type(copied(make())) is kind
@@ -39,6 +39,18 @@ def test_every_public_class_is_copied_or_says_by_name_why_not():
             one = make()
             with raises(UnsupportedError, operation=kind.__name__, expected="copied"):
                 copied(one)
+
+
+@pytest.mark.parametrize("copied", [*COPIES, lambda x: torch.optim.swa_utils.AveragedModel(x).module])
+@pytest.mark.parametrize("owner", ["rank", "shard"])
+def test_a_copy_of_a_wrapper_is_one_of_its_module(owner, copied):
+    model = hpcdp.torch.DistributedDataParallel(nn.Linear(3, 2), owner=owner)
+    found = copied(model)
+    assert type(found) is nn.Linear and found is not model.module
+    assert torch.equal(found.weight, model.module.weight)
+    assert found.weight.data_ptr() != model.module.weight.data_ptr()
+    found(torch.ones(1, 3)).sum().backward()
+    assert model.module.weight.grad is None
 
 
 @pytest.mark.parametrize("owner", ["rank", "shard"])

@@ -133,3 +133,22 @@ def test_what_cannot_be_joined_is_refused():
             pass
 
     thread_comm.run(2, rank)
+
+
+def test_ranks_may_be_told_of_uneven_data_instead():
+    def rank(world):
+        model = hpcdp.torch.DistributedDataParallel(network(0), world)
+        with model.join(throw_on_early_termination=True):
+            loss_of(model, 0, world.rank).backward()
+        steps = 0
+        with (
+            raises(MismatchError, operation="join", got="no more batches on ranks 0, 2", remedy="=False"),
+            model.join(throw_on_early_termination=True),
+        ):
+            for step in range(3 if world.rank == 1 else 1):
+                loss_of(model, step, world.rank).backward()
+                steps += 1
+        assert steps == 1
+        loss_of(model, 0, world.rank).backward()  # all go on
+
+    thread_comm.run(3, rank)
