@@ -22,7 +22,7 @@ from ..errors import UnsupportedError
 from .communicator import LANE_BITS, OPERATION_BITS, Request, Steps, StepsTo, make_tag, split, wait_for
 from .consistency import Call, Calls
 from .watchdog import OWN, Watchdog
-from .world import GPU_OF_MESSAGES, World, weakly
+from .world import World, weakly
 
 T = TypeVar("T")
 
@@ -342,7 +342,7 @@ class ProgressEngine:
             world.engine.add_lane(_LANE, idle=weakly(self._poll))
             self._has_lane = True
         self._is_polled = True
-        device = world.kept.get(GPU_OF_MESSAGES)
+        device = world.gpu_of_messages
         # A task that held the world would keep it alive until the lane has run it.
         world.engine.push(list if device is None else device.use, lane=_LANE, name=_LANE)
 

@@ -164,8 +164,8 @@ MOST_COLOR = 2**31 - 1
 
 _BARRIER, _SPLIT = Call("barrier"), Call("split")
 
-GPU_OF_MESSAGES = "GPU of messages"
-"""The key under which a world keeps the GPU whose memory messages use."""
+_GPUS_OF_MESSAGES = "GPUs of messages"
+"""The key of a world's senders of `sends_from`, with their GPUs; a list that is replaced, because threads read it."""
 
 
 @dataclass(frozen=True)
@@ -521,13 +521,24 @@ class World:
         if self.whole is not None:
             self.whole.end()
 
+    def sends_from(self, device: Device, sender: object) -> None:
+        """Note that messages use the memory of a GPU for as long as ``sender`` lives."""
+        living = [pair for pair in self.kept.get(_GPUS_OF_MESSAGES, ()) if pair[0]() is not None]
+        self.kept[_GPUS_OF_MESSAGES] = [*living, (weakref.ref(sender), device)]
+
+    @property
+    def gpu_of_messages(self) -> Device | None:
+        """The GPU whose memory messages use, that of the latest living sender (`sends_from`); None without one."""
+        senders = reversed(self.kept.get(_GPUS_OF_MESSAGES, ()))
+        return next((device for sender, device in senders if sender() is not None), None)
+
     def use_gpu_of_messages(self) -> None:
         """Make the GPU of messages current in this thread, if there is one; for threads that call MPI beside others.
 
         A call of any thread may progress a message of any other, and libraries copy in the calling thread's CUDA
         context. UCX's `cuda_copy` ends with an error if the thread has none.
         """
-        device = self.kept.get(GPU_OF_MESSAGES)
+        device = self.gpu_of_messages
         if device is not None:
             device.use()
         for part in self.parts:

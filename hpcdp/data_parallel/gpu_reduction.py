@@ -29,7 +29,6 @@ from ..comm.gpu_rows.transport import SUMMED_KINDS, GpuTransport, NodeRows, Part
 from ..comm.shared_memory import PrivateMemory
 from ..comm.tasks import LANES, TAGS, ProgressEngine, TaskGroup, in_lanes, segments, together
 from ..comm.watchdog import WatchedBarrier
-from ..comm.world import GPU_OF_MESSAGES
 from ..compression import Codec, Compression, ErrorFeedback
 from ..core.arrays import Array
 from ..core.devices import Event, Stream, Streams, gpu
@@ -538,7 +537,7 @@ class GpuReduction(BucketReduction):
             _require_sums_on_the_host(sizes)
             self.goes_direct = compression is None and cuda_aware.agreed(world)[0]
             if self.goes_direct:
-                world.keep(GPU_OF_MESSAGES, lambda: streams.device)
+                world.sends_from(streams.device, self)
             if self._across is not None and compression is not None:
                 self.coder = CodeStaging(streams, self._shares(layout), compression, self._across)
             elif self._across is not None and self.goes_direct:

@@ -1,6 +1,8 @@
 """Sums over nodes by messages from and to GPUs' memory: the staging's bits, on late streams, by real messages."""
 
+import gc
 import sys
+import threading
 import time
 from contextlib import nullcontext
 
@@ -21,7 +23,7 @@ from hpcdp.comm.gpu_rows.transport import GpuTransport
 from hpcdp.comm.roll_call import RollCall
 from hpcdp.comm.watchdog import Watchdog
 from hpcdp.core.arrays import dtype_of
-from hpcdp.core.devices import Streams
+from hpcdp.core.devices import Device, Streams, gpu
 from hpcdp.data_parallel import Reducer, buckets, gpu_reduction, reductions
 from hpcdp.errors import ConfigError, DeviceError
 
@@ -57,11 +59,13 @@ def values(rank, step, shape, dtype):
     return x.astype(dtype_of(dtype))
 
 
-def sums_of(world, way, dtype, overlap):
+def sums_of(world, way, dtype, overlap, reducers=None):
     use_gpu(world, way)
     params = [Parameter(f"p{i}", shape, dtype_of(dtype)) for i, shape in enumerate(SHAPES)]
     layout = buckets.plan([(p.name, p.data.shape, dtype_of(dtype)) for p in params], 0.004, 0.004)
     reducer = Reducer(params, layout, world, overlap)
+    if reducers is not None:
+        reducers.append(reducer)
     streams, found = Streams(device_of(world, way)), []
     with gpu_on_host.on_new_stream(streams) as compute:
         for step in range(STEPS):
@@ -175,16 +179,51 @@ def test_all_threads_in_mpi_have_the_gpu_of_messages(reached, monkeypatch, tmp_p
     noted(Saving, "run")
 
     def rank(world):
-        sums_of(world.split(0), GpuTransport.NCCL, "f4", False)
+        reducers = []
+        sums_of(part := world.split(0), GpuTransport.NCCL, "f4", False, reducers)
         watchdog = Watchdog(world, 0.4, 600)
         manager = Manager(tmp_path, world)
         manager.save(1, {"step": 1}, wait=False)
         manager.wait()
         wait_for(lambda: (RollCall, f"rank-{world.rank}") in {each[:2] for each in found})
         watchdog.end()
+        assert part.gpu_of_messages == gpu(world.rank)
 
     thread_comm.run(2, rank, 1)
     assert found == {(each, f"rank-{number}", number) for each in (RollCall, Saving) for number in range(2)}
+
+
+def test_threads_in_mpi_use_a_gpu_no_longer_than_its_sender_lives(reached, monkeypatch):
+    show_gpus(monkeypatch, 2)
+    monkeypatch.setenv(cuda_aware.SETTING, "direct")
+    used, use = [], Device.use
+
+    def noted(self):
+        used.append((threading.current_thread().name, self))
+        use(self)
+
+    def uses_on_lanes(world):
+        world.barrier()
+        used.clear()
+        world.barrier()
+        hpcdp.iallreduce(np.ones(3), world=world, algorithm="ring").wait()
+        world.engine.wait_for_all()
+        world.barrier()
+        return {device for thread, device in used if not thread.startswith("rank-")}
+
+    def rank(world):
+        reducers = []
+        sums_of(world, GpuTransport.NCCL, "f4", False, reducers)
+        before = uses_on_lanes(world)
+        reducers.clear()
+        world.barrier()
+        if world.rank == 0:  # a collection beside another one does nothing
+            gc.collect()
+        return before, uses_on_lanes(world)
+
+    monkeypatch.setattr(Device, "use", noted)
+    both = {gpu(0), gpu(1)}
+    assert thread_comm.run(2, rank, [1, 1]) == [(both, set())] * 2
 
 
 def agreed_by(n, nodes=None):
@@ -315,6 +354,9 @@ def test_real_messages_go_from_and_to_the_memory_of_gpus(reached, monkeypatch, o
         reducer = Reducer(params, layout, world, overlap)
         assert world.size == 1 or reducer.reduction.goes_direct
         check_steps(world, reducer, params, STEPS)
+    del reducer, params
+    gc.collect()  # parameters and their reducer hold each other
+    assert world.gpu_of_messages is None
 
 
 @pytest.mark.mpi
