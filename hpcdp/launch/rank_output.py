@@ -1,9 +1,10 @@
-"""Live output of ranks: whole lines of one rank each, and one unfinished line.
+"""Live output of ranks: whole lines of one rank each, and progress bars that are drawn again in place.
 
 Open MPI 5 keeps a line back until it ends, so a progress bar, which redraws itself after a carriage return, would
 appear in one piece at the end. MPICH mixes the output of ranks. So mpirun is set to forward everything at once and to
-mark each piece with its rank, and the lines of each rank are assembled here. The last line of a screen may be
-unfinished: that of the rank that began one first. Lines of other ranks are shown above it.
+mark each piece with its rank, and the lines of each rank are assembled here. The last rows of a terminal are the bars
+of all ranks, a few at most, and whole lines go above them. A file or pipe has one row: bars of several ranks take
+turns in it, and a line of another rank begins on a new one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import fcntl
 import os
 import re
 import select
+import time
 import unicodedata
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +43,12 @@ _MOST_HELD = 1 << 22
 
 _COLUMNS = 80
 """Width of a terminal that does not report one."""
+
+_MOST_BARS = 8
+"""Greatest number of rows of a terminal in which unfinished lines are drawn."""
+
+TURN_S = 5.0
+"""Seconds for which one rank's unfinished line is shown before the bar of another one that waits for the same row."""
 _NO_END = re.compile(rb"\[[^\[\]\s]*(?:\](?:<[a-z]*(?:>:?)?)?)?")
 """The possible beginning of a mark, before the first one."""
 
@@ -139,7 +147,7 @@ def _knows_raw(mpirun: Path) -> bool:
     return any(b"\0raw\0" in content and b"\0tag-fullname\0" in content for content in runtimes(mpirun))
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Line:
     """The unfinished line of a rank on one of its outputs.
 
@@ -156,13 +164,18 @@ class Line:
     hidden: int = 0
     """Number of bytes that were shown and then erased for other lines."""
 
+    @property
+    def is_bar(self) -> bool:
+        """Whether the line redraws itself after a carriage return."""
+        return 0 <= self.text.find(b"\r") < len(self.text) - 1
+
 
 class Screen:
     """A terminal, file or pipe to which this process's standard output or error goes, or both.
 
     A terminal shows an unfinished line at once, below all others; it is erased and drawn again when other lines arrive.
-    Elsewhere an unfinished line is shown only if it redraws itself after a carriage return, and the next line of
-    another rank begins on a new line.
+    Bars of other ranks are drawn above it, each in its row. Elsewhere an unfinished line is shown only if it redraws
+    itself after a carriage return, and the next line of another rank begins on a new line.
 
     Args:
         descriptor: standard output or error, to find out whether it is a terminal.
@@ -172,7 +185,8 @@ class Screen:
     def __init__(self, descriptor: int, is_alone: bool) -> None:
         self._descriptor, self._is_alone = descriptor, is_alone
         self._is_terminal = os.isatty(descriptor)
-        self._open: Line | None = None
+        self._open: list[Line] = []  # drawn, from top to bottom; several on a terminal, each of which fits a row
+        self._turn_began = 0.0
         self._lines: dict[int, tuple[Line, int]] = {}  # unfinished lines by id, with their descriptors
         self._queue: deque[tuple[int, bytes]] = deque()
         self.queued = 0
@@ -189,60 +203,71 @@ class Screen:
 
     def end_line(self, line: Line, ending: bytes, descriptor: int) -> bytes | None:
         """Show the ``ending`` of a line, or return the whole line if none of it is on the screen."""
+        is_open = line in self._open
+        others = [other for other in self._open if other is not line]
+        if is_open and others:
+            self._hide()
         self._lines.pop(id(line), None)
         text, shown, was_hidden = bytes(line.text) + ending, line.shown, line.hidden > 0
         line.text, line.shown, line.hidden = bytearray(), 0, 0
-        if self._open is not line:
+        if not is_open:
             return _last_state(text) if was_hidden else text
-        self._open = None
-        self._write(descriptor, text[shown:])
+        self._open = []
+        if others:
+            self._begin_line(descriptor)
+        self._write(descriptor, line.label + _last_state(text) if others else text[shown:])
+        self._draw(others)
+        self.flush()
         return None
 
     def show(self, text: bytes, descriptor: int) -> None:
-        """Show whole lines above the unfinished one."""
+        """Show whole lines above the unfinished ones."""
         if not text:
             return
-        line = self._open
+        lines = self._open
         can_return = self._hide()
+        self._begin_line(descriptor)
         self._write(descriptor, text)
-        if line is not None and can_return:
-            self.update(line, self._lines[id(line)][1])
+        if can_return:
+            self._draw(lines)
+        self.flush()
 
     def update(self, line: Line, descriptor: int) -> None:
-        """Show an unfinished line if it may be shown and no other one is."""
+        """Show an unfinished line if it may be shown and there is a row for it."""
         self._lines[id(line)] = line, descriptor
-        if self._open in (None, line) and self._may_show(line):
-            if line.shown == 0:
-                self._begin_line(descriptor)
-                line.text = _last_state(line.text) if line.hidden else line.text
-            self._write(descriptor, (b"" if line.shown else line.label) + bytes(line.text[line.shown :]))
-            self._open = line
-            line.text = _last_state(line.text)[-_ATOMIC:]  # the most that is drawn again
-            line.shown, line.hidden = len(line.text), 0
-        elif len(line.text) > _MOST_HELD and self._open is not line:
+        if line in self._open:
+            self._go_on(line)
+        elif self._may_show(line) and self._make_room(line):
+            lines = [line, *self._open]
+            self._hide()
+            self._draw(lines)
+            self._turn_began = time.monotonic()
+        elif len(line.text) > _MOST_HELD:
             self._lines.pop(id(line))
             text, line.text, line.hidden = line.label + bytes(line.text), bytearray(), 0
             self.show(text, descriptor)
+        self.flush()
 
     def next_line(self) -> None:
         """Show another unfinished line if none is shown; an erased one is shown again with its next piece."""
         for line, descriptor in [*self._lines.values()]:
-            if self._open is None and not line.hidden:
+            if not self._open and not line.hidden:
                 self.update(line, descriptor)
 
     def break_line(self, descriptor: int) -> None:
         """Begin the next output on a new line."""
         self._hide()
         self._begin_line(descriptor)
+        self.flush()
 
     def finish(self) -> Iterator[tuple[Line, int]]:
         """Yield the unfinished lines that are not shown, with their descriptors; later writes block."""
         lines = [
             (line, descriptor)
             for line, descriptor in self._lines.values()
-            if line is not self._open and len(line.text) > line.hidden
+            if line not in self._open and len(line.text) > line.hidden
         ]
-        self._lines, self._open = {}, None
+        self._lines, self._open = {}, []
         if self._is_waiting and self._watch is not None:
             for descriptor in (1, 2):
                 self._watch.no_more(descriptor)
@@ -293,22 +318,65 @@ class Screen:
     def _may_show(self, line: Line) -> bool:
         if not line.text or not line.is_shown(line.text):
             return False
-        return self._is_terminal or self._is_alone or 0 <= line.text.find(b"\r") < len(line.text) - 1
+        return self._is_terminal or self._is_alone or line.is_bar
+
+    def _make_room(self, line: Line) -> bool:
+        """Return whether there is a row for one more line; a bar ends the turn of a line that has had its time."""
+        if not self._open:
+            return True
+        if not line.is_bar:
+            return False
+        if self._is_terminal and len(self._open) < _MOST_BARS and all(map(self._fits, [line, *self._open])):
+            return True
+        if time.monotonic() - self._turn_began < TURN_S and not _is_erased(self._open[-1].text):
+            return False
+        self._hide()
+        return True
+
+    def _go_on(self, line: Line) -> None:
+        """Show the new end of a line that is drawn."""
+        others = [other for other in self._open if other is not line]
+        if not others:
+            self._write(self._lines[id(line)][1], bytes(line.text[line.shown :]))
+            line.text = _last_state(line.text)[-_ATOMIC:]  # the most that is drawn again
+            line.shown = len(line.text)
+        if self._is_terminal and not self._is_alone and _is_erased(line.text):  # its row is free until its next bar
+            self._hide()
+            self._draw(others)
+            self.next_line()
+        elif others:
+            lines = self._open if self._fits(line) else [line]
+            self._hide()
+            self._draw(lines)
+
+    def _draw(self, lines: list[Line]) -> None:
+        """Draw unfinished lines where none are drawn."""
+        for line in lines:
+            self._begin_line(self._lines[id(line)][1])
+            if line.hidden or len(lines) > 1:
+                line.text = _last_state(line.text)
+            self._write(self._lines[id(line)][1], line.label + bytes(line.text))
+            line.text = _last_state(line.text)[-_ATOMIC:]
+            line.shown, line.hidden = len(line.text), 0
+        self._open = lines
 
     def _hide(self) -> bool:
-        """Erase the unfinished line for another one; return whether it can be drawn again below it."""
-        line = self._open
-        if line is None:
+        """Erase the unfinished lines for others; return whether they can be drawn again below those."""
+        lines = self._open
+        if not lines:
             return False
-        descriptor = self._lines[id(line)][1]
-        can_erase = self._is_terminal and self._fits(line)
-        self._write(descriptor, b"\r\x1b[K" if can_erase else b"\n")
-        self._is_fresh = True
-        line.shown, line.hidden, self._open = 0, len(line.text), None
+        descriptor = self._lines[id(lines[-1])][1]
+        can_erase = self._is_terminal and all(map(self._fits, lines))
+        if can_erase:
+            self._write(descriptor, b"\r\x1b[K" + (len(lines) - 1) * b"\x1b[A\x1b[K")
+            self._is_fresh = True
+        for line in lines:
+            line.shown, line.hidden = 0, len(line.text)
+        self._open = []
         return can_erase
 
     def _fits(self, line: Line) -> bool:
-        text = _HARMLESS.sub(b"", line.label + line.text).decode(errors="replace").strip("\r")
+        text = _HARMLESS.sub(b"", line.label + _last_state(line.text)).decode(errors="replace").strip("\r")
         if "\x1b" in text or "\t" in text:
             return False
         with contextlib.suppress(OSError):
@@ -321,11 +389,14 @@ class Screen:
             self._write(descriptor, b"\n")
 
     def _write(self, descriptor: int, text: bytes) -> None:
-        if text:
-            self._is_fresh = text.endswith(b"\n")
-            self._queue.append((descriptor, text))
-            self.queued += len(text)
-            self.flush()
+        """Queue ``text`` for `flush`: what is drawn together is written together, or a terminal would flicker."""
+        if not text:
+            return
+        self._is_fresh = text.endswith(b"\n")
+        self.queued += len(text)
+        if self._queue and self._queue[-1][0] == descriptor and len(self._queue[-1][1]) < _ATOMIC:
+            text = self._queue.pop()[1] + text
+        self._queue.append((descriptor, text))
 
 
 class Output:
@@ -512,6 +583,11 @@ def shown(command: Sequence[str], family: str, asked: str, *, is_alone: bool) ->
 def _last_state(text: _Text) -> _Text:
     """Return the part of a line after its last carriage return."""
     return text[max(0, text.rfind(b"\r", 0, len(text.rstrip(b"\r\n")))) :]
+
+
+def _is_erased(text: bytearray) -> bool:
+    """Return whether a bar has erased itself at its end, with the cursor at the beginning of its row."""
+    return b"\r" in text and re.fullmatch(rb"\r*(?: *\r+)?", _HARMLESS.sub(b"", bytes(_last_state(text)))) is not None
 
 
 def _takes(descriptor: int, *, waits: bool) -> bool:

@@ -129,12 +129,81 @@ def test_on_a_terminal_lines_go_above_one_that_has_not_ended(terminal: tuple[int
     assert take(mark(0) + b"\r2/3") == b"\r2/3"
     assert take(mark(1) + b"half") == b""
     assert take(mark(1) + b" a line\n") == b"\r\x1b[Khalf a line\n\r2/3"
-    assert take(mark(1) + b"\r1 of 2") == b""
-    assert take(mark(0) + b"\r3/3\n") == b"\r3/3\n\r1 of 2"
+    assert take(mark(1) + b"\r1 of 2") == b"\r\x1b[K\r1 of 2\n\r2/3"
+    assert take(mark(0) + b"\r3/3\n") == b"\r\x1b[K\x1b[A\x1b[K\r3/3\n\r1 of 2"
     assert take(mark(1) + b"\r" + 30 * b"x") == b"\r" + 30 * b"x"  # two rows, which could not be erased
     assert take(mark(0) + b"b\n") == b"\nb\n"
     assert take(mark(1) + b"\rend\n") == b"\rend\n"
     assert take(b"-" * 74 + b"\nof mpirun") == b"-" * 74 + b"\n"
+
+
+def rows_of(written: bytes) -> list[str]:
+    """What a terminal shows, its empty last rows left out."""
+    rows, row, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[.|.", written.decode(), re.DOTALL):
+        if part == "\x1b[A":
+            row -= 1
+        elif part == "\x1b[K":
+            rows[row] = rows[row][:column]
+        elif part == "\r":
+            column = 0
+        elif part == "\n":
+            row, column = row + 1, 0
+            rows += [""] if row == len(rows) else []
+        else:
+            rows[row] = rows[row][:column].ljust(column) + part + rows[row][column + 1 :]
+            column += 1
+    return "\n".join(row.rstrip() for row in rows).rstrip("\n").split("\n")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_bars_of_ranks_are_drawn_live_each_in_its_row(terminal: tuple[int, int], seed: int) -> None:
+    """Bars that stay, bars that erase themselves, and lines, in pieces and in any order."""
+    ours, its = terminal
+    screen, chance = Screen(its, False), random.Random(seed)
+    output = Output(OPEN_MPI, screen, its)
+    take = steps(screen, output, ours)
+    bars: dict[int, str] = {}
+    lines: list[str] = []
+    written = b""
+    for k in range(60):
+        rank = chance.randrange(4)
+        if rank not in bars and chance.random() < 0.5:
+            text = f"{rank} says {k}"
+            lines.append(text)
+            text += "\n"
+        elif rank in bars and chance.random() < 0.1:
+            lines.append(bars.pop(rank))
+            text = "\n"
+        elif rank in bars and chance.random() < 0.1:
+            text = "\r" + len(bars.pop(rank)) * " " + "\r"
+        else:
+            bars[rank] = f"{rank} at {k}"
+            text = "\r" + bars[rank]
+        cut = chance.randrange(len(text)) if text.endswith("\n") else 0
+        output.take(mark(rank) + text[:cut].encode())
+        written += take(mark(rank) + text[cut:].encode())
+        rows = [row for row in rows_of(written) if row]
+        assert rows[: len(lines)] == lines
+        assert sorted(rows[len(lines) :]) == sorted(bars.values())
+
+
+def test_elsewhere_bars_of_ranks_take_turns(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, its = pipe
+    screen = Screen(its, False)
+    take = steps(screen, Output(OPEN_MPI, screen, its), ours)
+    assert take(mark(0) + b"\r1/9") == b"\r1/9"
+    assert take(mark(1) + b"\r1 of 9") == b""
+    assert take(mark(0) + b"\r2/9") == b"\r2/9"
+    monkeypatch.setattr(rank_output, "TURN_S", 0.0)
+    assert take(mark(1) + b"\r2 of 9") == b"\n\r1 of 9\r2 of 9"
+    monkeypatch.setattr(rank_output, "TURN_S", 60.0)
+    assert take(mark(0) + b"\r3/9") == b""
+    assert take(mark(1) + b"\r      \r") == b"\r      \r"
+    assert take(mark(1) + b"\r1 of 3") == b"\r1 of 3"  # its next bar
+    assert take(mark(1) + b"\r      \r") == b"\r      \r"
+    assert take(mark(0) + b"\r4/9") == b"\n\r4/9"  # and that of the other one
+    assert take(mark(0) + b"\r9/9\n") == b"\r9/9\n"
 
 
 def test_elsewhere_a_line_that_draws_itself_anew_is_shown(pipe: tuple[int, int]) -> None:
