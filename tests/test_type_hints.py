@@ -1,6 +1,7 @@
 """Every public call has type hints, whose names are there: at run time, or for type checkers (``if TYPE_CHECKING``)."""
 
 import ast
+import functools
 import importlib
 import inspect
 import sys
@@ -32,6 +33,7 @@ def public_calls(package: types.ModuleType) -> Iterator[tuple[str, Callable[...,
                     yield f"{name}.{method}", function
 
 
+@functools.cache
 def names_for_checkers(module: types.ModuleType) -> dict[str, Any]:
     """Return what the module imports ``if TYPE_CHECKING``."""
     names: dict[str, Any] = {"__name__": module.__name__, "__package__": module.__package__}
@@ -48,7 +50,7 @@ def test_hints_of_public_calls_are_complete_and_resolve(name: str) -> None:
     missing = []
     for call, function in public_calls(importlib.import_module(name)):
         plain = inspect.unwrap(function)
-        hints = typing.get_type_hints(plain, localns=names_for_checkers(sys.modules[plain.__module__]))
+        hints = typing.get_type_hints(plain, localns={**names_for_checkers(sys.modules[plain.__module__])})
         wanted = {*inspect.signature(plain).parameters, "return"} - {"self", "cls"}
         missing += [f"{call}: {argument}" for argument in sorted(wanted - hints.keys())]
     assert missing == []

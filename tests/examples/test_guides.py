@@ -1,4 +1,4 @@
-"""The Python programs of README.md and docs/ run, all of them in one job of two ranks.
+"""The Python programs of README.md and docs/, its reference included, run, all of them in one job of two ranks.
 
 A program is the ``python`` blocks of a page, in order, and of its ``diff`` blocks the lines that are not removed. Each
 runs in a folder of its own, in the same processes, because starting Python and PyTorch takes longer than they do.
@@ -24,6 +24,7 @@ RUN_ELSEWHERE = {
     "tracing": "tests/train/test_tracing.py",
 }
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
 STEP = "            trainer.step(len(labels))\n"
 STOP = f"{STEP}            if trainer.step_count == 13:\n                raise SystemExit(manager.wait())\n"
 RUN_ALL = """
@@ -61,6 +62,7 @@ def programs() -> dict[str, str]:
     found = {page.stem: program(page) for page in PAGES if page.stem not in RUN_ELSEWHERE}
     assert STEP in found["checkpoints"]
     found = {"checkpoints-stopped": found["checkpoints"].replace(STEP, STOP)} | found
+    found |= {f"reference-{page.stem}": program(page) for page in REFERENCE}
     has_torch = importlib.util.find_spec("torch") is not None
     return {name: code for name, code in found.items() if code and (has_torch or "import torch" not in code)}
 
@@ -86,6 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_programs_run_on_two_ranks(folder: Path) -> None:
     done = job(2, folder)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert len(re.findall("^== reference-", done.stdout, re.M)) > 10
 
 
 @pytest.mark.thorough
