@@ -214,7 +214,7 @@ _HOMES = {
 
 
 if is_launched():
-    from .core.process import record_exit_status
+    from .core.environment import record_exit_status
 
     record_exit_status()
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from hpcdp.core.process import end_early, fail
+from hpcdp.core.environment import end_early, fail
 from hpcdp.errors import ConfigError, HpcdpError, LaunchError
 from hpcdp.launch.parser import Parser, at_least
 from hpcdp.launch.process_monitor import bound

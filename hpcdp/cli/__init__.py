@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import hpcdp
 
 from ..core.checks import check_name
-from ..core.process import end_early, fail, lead_nowhere
+from ..core.environment import end_early, fail, lead_nowhere
 from ..errors import ConfigError, DataError, HpcdpError, LaunchError, SaveError
 
 if TYPE_CHECKING:
@@ -91,9 +91,9 @@ def _show_warning(
 
 def _main(argv: Sequence[str]) -> int:
     if argv[:1] == ["train"]:  # before imports that take seconds
-        from ..train.runs import stop_signal
+        from ..core import environment
 
-        stop_signal.note()
+        environment.note_usr1()
     try:
         if argv[:1] in (["train"], ["launch"]):
             _require_working_folder(argv[0])

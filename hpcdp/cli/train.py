@@ -17,12 +17,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..core.environment import explained, launched_ranks, module, speaks
-from ..core.process import fail
+from ..core import environment
+from ..core.environment import explained, fail, launched_ranks, module, speaks
 from ..errors import HpcdpError
 from ..launch.parser import Parser, add_command
 from ..train.runs import config as runs_config
-from ..train.runs import stop_signal
 from ..train.runs.config import TrainConfig, kind_of, uncollected
 
 _EXAMPLES = """\
@@ -88,7 +87,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _train_here(config: TrainConfig, settings: dict[str, Any]) -> int:
-    from ..launch.launchers import local
+    from ..launch.launchers import mpirun
     from ..launch.spec import Job
     from ..train.runs import run, run_dir
 
@@ -101,9 +100,9 @@ def _train_here(config: TrainConfig, settings: dict[str, Any]) -> int:
         config = run_dir.reserve_run_dir(config)
     try:
         program = (sys.executable, *module("hpcdp.cli"), "train", *_as_arguments(config))
-        status = local.run(Job(program, ranks, servers), usr1_has_come=stop_signal.has_come)
+        status = mpirun.run_local(Job(program, ranks, servers), usr1_has_come=environment.usr1_has_come)
     finally:
-        stop_signal.ignore()
+        environment.ignore_usr1()
         run_dir.drop_empty_run_dir(config)
     if status == os.EX_TEMPFAIL:  # rank 0 has printed how to resume
         return status

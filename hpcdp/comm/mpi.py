@@ -30,8 +30,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ..core.arrays import words
-from ..core.environment import outlives_ranks
-from ..core.process import exit_status, record_exit_status
+from ..core.environment import exit_status, outlives_ranks, record_exit_status
 from ..errors import HpcdpError, MismatchError, Terminated, UnsupportedError, report_directly
 from .communicator import (
     LANE_BITS,

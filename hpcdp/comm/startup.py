@@ -43,13 +43,15 @@ from ..core.checks import described, one_of
 from ..core.environment import (
     THREAD_VARIABLES,
     enter_replica,
+    exit_status,
     is_launched,
+    kept_to_interface,
     launched_rank,
     launched_ranks,
     outlives_ranks,
+    record_exit_status,
     speaks,
 )  # fmt: skip
-from ..core.process import exit_status, kept_to_interface, record_exit_status
 from ..errors import ConfigError, LaunchError, UnsupportedError, to_stderr
 from . import shared_memory, thread_comm
 from .communicator import Communicator, count_workers

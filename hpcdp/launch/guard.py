@@ -23,8 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ..core.environment import keep_to_interface
 from ..core.files import who_else_may_write
-from ..core.process import keep_to_interface
 from . import hosts, process_monitor
 from .mpi_library import LOST_AFTER_S, STALLED_S, blas_threads
 from .process_monitor import Watch, adopt, bound, end_orphans, living

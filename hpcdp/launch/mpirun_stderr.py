@@ -383,7 +383,7 @@ _MISSING = re.compile(
 )
 # Python, at an import or -m: "python: No module named hpcdp"
 _NO_MODULE = re.compile(rb"No module named '?([A-Za-z_]\w*)")
-# hpcdp.core.process and hpcdp.comm.mpi, possibly with the tag of --tag-output before the line
+# hpcdp.core.environment and hpcdp.comm.mpi, possibly with the tag of --tag-output before the line
 _TAG = rb"(?:\[[^\]\s]*\](?:<stderr>:)? |[0-9]{1,9}: )?"
 _REASON = re.compile(_TAG + rb"hpcdp: ")
 _FAILED = re.compile(_TAG + rb"(rank [0-9]{1,9} of [0-9]{1,9}|server [0-9]{1,9} \(rank [0-9]{1,9}\)) failed:")

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
-from ..core.process import fail
+from ..core.environment import fail
 from ..errors import ConfigError, DataError
 
 Number = TypeVar("Number", int, float)

@@ -6,6 +6,8 @@ becomes the launcher's child and is ended before the launcher exits, so no rank 
 `Started` reads the list of started ranks that Open MPI 5 writes, which includes ranks that ended before they were
 observed. mpirun's output and status do not suffice: it can start no rank and exit with status 0. It does not report
 that all ranks on several hosts were killed at once, and sometimes waits for them forever.
+
+`check` makes the checks of a job before its launch, which every launcher needs.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import importlib.util
 import os
 import re
 import select
+import shlex
 import shutil
 import signal
 import socket
@@ -25,11 +28,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core.environment import PMI_OF_SRUN, SAVE_AT
-from ..core.process import keep_to_interface
+from ..core.environment import PMI_OF_SRUN, SAVE_AT, keep_to_interface, launched_ranks
 from ..errors import LaunchError, shortened, to_stderr
+from . import ProgramMissingError, hosts, mpi_library, process_monitor, rank_output
 from . import hosts as launch_hosts
-from . import process_monitor, rank_output
 from .guard_client import Guards
 from .mpi_library import is_open_mpi_4, runtimes
 from .mpirun_stderr import LOST_CONNECTION_STATUS, TOLD, FailedRank, MpirunStderr, first_failure
@@ -174,7 +176,7 @@ def supervise(
         environ: all environment variables of the command.
         family: ``"openmpi"``, ``"mpich"`` or ``"srun"``.
         job: the job that it runs.
-        usr1_has_come: see `hpcdp.launch.launchers.local.run`.
+        usr1_has_come: see `hpcdp.launch.launchers.mpirun.run_local`.
         elsewhere: number of ranks and servers on other hosts.
         guards: the guards of those hosts; None where a batch system reaches them, and only mpirun's messages on stderr
             report a lost host.
@@ -609,3 +611,113 @@ def say(message: object) -> None:
         _output.break_line()
     with contextlib.suppress(OSError):  # the terminal may be closed
         to_stderr(f"hpcdp launch: {message}")
+
+
+# execve(2): the interpreter's path ends at a blank or at the end of the line
+_FIRST_LINE = re.compile(rb"#![ \t]*([^ \t\n]*)")
+_LIMIT_VARIABLES = ("HPCDP_STALL_S", "HPCDP_TIMEOUT_S")
+
+
+def check(job: Job, *, several_hosts: bool = False) -> list[str]:
+    """Check that ``job`` can be launched from this process, and return the words of `Job.mpi_args`.
+
+    Args:
+        job: the program and its options.
+        several_hosts: whether the job will run on more than one host.
+
+    Raises:
+        LaunchError: this process is itself a rank; the program is missing here; ``mpi_args`` has an open quote.
+        ConfigError: the network interface is missing or reaches no other host; a watchdog limit is invalid.
+    """
+    refuse_rank("launch ranks")
+    if any(name in os.environ for name in _LIMIT_VARIABLES):
+        _check_limits()
+    try:
+        mpi_args = shlex.split(job.mpi_args)
+    except ValueError as error:
+        raise LaunchError("launch --mpi-args", expected="closed quotes", got=f"{job.mpi_args!r}: {error}") from error
+    if job.interface is not None:
+        hosts.check(job.interface, several_hosts=several_hosts)
+    check_program(job.program[0], job.env.get("PATH"))
+    return mpi_args
+
+
+def refuse_rank(operation: str) -> None:
+    """Raise `LaunchError` in a rank of a job, which cannot launch another one."""
+    if (ranks := launched_ranks()) is not None:
+        got = f"a rank of a job of {ranks} that mpirun or srun started"
+        remedy = "call the program itself, or remove the outer mpirun or srun"
+        raise LaunchError(operation, expected="a plain shell", got=got, remedy=remedy)
+
+
+def warn_of_other_library(job: Job, family: str) -> None:
+    """Warn on stderr if the program's virtual environment has an MPI library of another family than ``family``.
+
+    Each rank would then be a world of one.
+    """
+    other = mpi_library.of_other_environment(job.program[0])
+    if other is None or other.family == family or "MPI4PY_LIBMPI" in {**os.environ, **job.env}:
+        return
+    say(
+        f"the environment of {job.program[0]} has {other.name}, but {mpi_library.FAMILIES[family]} starts it: "
+        f"its ranks will be worlds of one; use {other.path.parent.parent}/bin/hpcdp launch"
+    )
+
+
+def check_binding(job: Job, family: str, processes: int, cores: int, host: str) -> None:
+    """Raise `LaunchError` where Open MPI could not bind each process on ``host`` to a core; it then starts none."""
+    if family == "openmpi" and job.bind not in (None, "none") and processes > cores:
+        raise LaunchError(
+            f"launch --bind {job.bind}", expected=f"at most {cores} processes, the cores of {host}", got=processes
+        )
+
+
+def check_program(name: str, path: str | None = None) -> None:
+    """Raise `LaunchError` unless this machine can run the program; ``path`` replaces this process's PATH.
+
+    Raises:
+        ProgramMissingError: there is no such program.
+        LaunchError: the file is not executable, or a script whose interpreter execve(2) would not find.
+    """
+    program = shutil.which(name, path=path)
+    if program is not None:
+        _check_first_line(name, Path(program))
+    elif os.path.isfile(name) and not os.access(name, os.X_OK):
+        remedy = "put its interpreter before it, e.g. python, or make it executable with chmod +x"
+        raise LaunchError(f"launch {name!r}", got="a file that is not executable", remedy=remedy)
+    else:
+        raise ProgramMissingError(f"launch {name!r}", got="no such program", remedy="check its name and PATH")
+
+
+def _check_first_line(name: str, program: Path) -> None:
+    """Raise `LaunchError` for a script without ``#!``, which execve(2) refuses, or with a missing interpreter."""
+    try:
+        with program.open("rb") as file:
+            beginning = file.read(512)
+    except OSError:  # executable, but not readable
+        return
+    script = _FIRST_LINE.match(beginning)
+    if script is None and b"\0" not in beginning:
+        raise LaunchError(
+            f"launch {name!r}",
+            got="a script without a first line that begins with #!",
+            remedy="begin it with e.g. #!/bin/sh, or put its interpreter before it, e.g. bash",
+        )
+    if script is not None and not os.path.exists(script[1]):
+        interpreter = os.fsdecode(script[1])
+        raise LaunchError(
+            f"launch {name!r}",
+            got=f"a script of {interpreter!r}, which does not exist",
+            remedy="convert its Windows line ends: sed -i 's/\\r$//'" if "\r" in interpreter else None,
+        )
+
+
+def _check_limits() -> None:
+    # The import loads NumPy, whose threads must not receive this thread's signals.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*FORWARDED, signal.SIGTSTP})
+    try:
+        from ..comm.watchdog import limits_s
+
+        limits_s()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -20,9 +20,9 @@ import numpy as np
 from ..comm import World
 from ..comm.communicator import Request
 from ..comm.watchdog import Watchdog
+from ..core import environment
 from ..core.checks import number
 from ..core.environment import SAVE_AT, speaks, started_by_srun
-from .runs import stop_signal
 
 STOPPED = os.EX_TEMPFAIL
 """The exit status 75 of a run that stopped early and can resume: start it again with ``--resume auto``."""
@@ -109,14 +109,14 @@ class StopRequests:
     def __enter__(self) -> StopRequests:
         if threading.current_thread() is threading.main_thread():
             self._handlers = {sign: signal.signal(sign, self._note) for sign in self._signals}
-            if stop_signal.take():
+            if environment.take_usr1():
                 self._noted = Reason.SIGUSR1
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        is_command = stop_signal.takes(self._handlers.get(signal.SIGUSR1))
+        is_command = environment.is_usr1_note(self._handlers.get(signal.SIGUSR1))
         for sign, before in self._handlers.items():
             # A later signal must not kill a rank that has stopped and waits for others, nor a command that is about to
             # exit: Python resets handlers at its end, but signals that are ignored stay ignored.

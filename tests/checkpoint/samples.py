@@ -7,7 +7,7 @@ import numpy as np
 
 from hpcdp.checkpoint import Part, PerRank, Sharded
 from hpcdp.checkpoint.hdf5_file import File, FilePiece, Stored
-from hpcdp.checkpoint.save import by_rank
+from hpcdp.checkpoint.manager import by_rank
 from hpcdp.comm import World
 
 ROWS, COLUMNS = 41, 13

@@ -13,8 +13,9 @@ import samples
 import standin
 from raises import raises
 
-from hpcdp.checkpoint import Manager, Part, Sharded, directory, save
+from hpcdp.checkpoint import Manager, Part, Sharded, directory
 from hpcdp.checkpoint import manager as checkpoint_manager
+from hpcdp.checkpoint import manager as save
 from hpcdp.comm import thread_comm
 from hpcdp.errors import DataError
 
@@ -292,7 +293,7 @@ def world_of_one():
 
 PROGRAM = """
 import sys, threading, numpy, samples, hpcdp, os, signal
-from hpcdp.checkpoint import Manager, save as files
+from hpcdp.checkpoint import Manager, manager as files
 world = hpcdp.init()
 manager = Manager(sys.argv[1])
 manager.save(2, samples.state(2, world))

@@ -6,11 +6,13 @@ import sys
 
 import pytest
 
-from hpcdp.core import process as process_exit
-from hpcdp.core.process import INTERRUPTED, TERMINATED, end_early, fail
+from hpcdp.core import environment as process_exit
+from hpcdp.core.environment import INTERRUPTED, TERMINATED, end_early, fail
 from hpcdp.errors import SaveError, Terminated
 
-CODE = "import sys; from hpcdp.core.process import fail; print('out', end=''); fail('why', {}, by_all={}); sys.exit(9)"
+CODE = (
+    "import sys; from hpcdp.core.environment import fail; print('out', end=''); fail('why', {}, by_all={}); sys.exit(9)"
+)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from hpcdp.core import process as process_exit
+from hpcdp.core import environment as process_exit
 
 TELLS = (
-    "import atexit, sys, hpcdp; from hpcdp.core.process import exit_status; "
+    "import atexit, sys, hpcdp; from hpcdp.core.environment import exit_status; "
     "atexit.register(lambda: print(exit_status())); "
 )
 

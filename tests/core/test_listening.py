@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from hpcdp.core.process import keep_to_interface, kept_to_interface
+from hpcdp.core.environment import keep_to_interface, kept_to_interface
 
 LISTENER = """
 import socket

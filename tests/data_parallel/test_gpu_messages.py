@@ -14,8 +14,7 @@ from parameters_on_gpus import SHAPES, Parameter, check_steps, device_of, show_g
 from raises import raises
 
 import hpcdp
-from hpcdp.checkpoint.manager import Manager
-from hpcdp.checkpoint.save import Saving
+from hpcdp.checkpoint.manager import Manager, Saving
 from hpcdp.comm import tasks, thread_comm
 from hpcdp.comm.communicator import wait_for
 from hpcdp.comm.gpu_rows import cuda_aware

@@ -11,7 +11,8 @@ from batch_jobs import FULL
 from raises import raises
 
 from hpcdp.errors import ConfigError, LaunchError
-from hpcdp.launch.launchers import batch, job_checks
+from hpcdp.launch import runner
+from hpcdp.launch.launchers import batch
 from hpcdp.launch.spec import LaunchPlan
 
 
@@ -39,7 +40,7 @@ def test_the_words_of_batch_args() -> None:
 
 
 def test_within_a_job_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_checks, "launched_ranks", lambda: 4)
+    monkeypatch.setattr(runner, "launched_ranks", lambda: 4)
     with raises(LaunchError, operation="launch --launcher sge", got=4):
         batch.check(FULL, "sge")
 

@@ -6,8 +6,8 @@ import pytest
 from raises import raises
 
 from hpcdp.errors import LaunchError
-from hpcdp.launch import hosts, launchers, mpi_library
-from hpcdp.launch.launchers import batch, job_checks
+from hpcdp.launch import hosts, launchers, mpi_library, runner
+from hpcdp.launch.launchers import batch
 from hpcdp.launch.spec import Host, Job
 
 HOSTS = (Host("node1", 2), Host("node2", 3))
@@ -37,7 +37,7 @@ def batch_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (tmp_path / "lib" / "libprrte.so.3").write_bytes(f"\0prte_mca_{reader}_component\0".encode())
         monkeypatch.setattr(mpi_library, "find_library", lambda: mpi_library.MpiLibrary("openmpi", tmp_path / "lib"))
         monkeypatch.setattr(mpi_library, "find_mpirun", lambda _: tmp_path / "bin" / "mpirun")
-        monkeypatch.setattr(job_checks, "check_program", lambda *_: None)
+        monkeypatch.setattr(runner, "check_program", lambda *_: None)
 
     return become
 

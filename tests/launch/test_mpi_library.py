@@ -7,8 +7,7 @@ import pytest
 from raises import raises
 
 from hpcdp.errors import LaunchError
-from hpcdp.launch import mpi_library
-from hpcdp.launch.launchers import job_checks
+from hpcdp.launch import mpi_library, runner
 from hpcdp.launch.spec import Job
 
 ELF = b"\x7fELF"
@@ -124,12 +123,12 @@ def test_a_program_of_another_librarys_environment_is_told_of(
         "/bin/sh": False,
         "no-such-program": False,
     }.items():
-        job_checks.warn_of_other_library(Job((program,), 2), here)
+        runner.warn_of_other_library(Job((program,), 2), here)
         assert (says in capsys.readouterr().err) == told, program
     monkeypatch.setenv("PATH", str(tmp_path / other / "bin"))
-    job_checks.warn_of_other_library(Job(("python",), 2), here)
+    runner.warn_of_other_library(Job(("python",), 2), here)
     assert (
         f"{says}: its ranks will be worlds of one; use {tmp_path / other}/bin/hpcdp launch\n" in capsys.readouterr().err
     )
-    job_checks.warn_of_other_library(Job(("python",), 2, env={"MPI4PY_LIBMPI": "/site/lib/libmpi.so"}), here)
+    runner.warn_of_other_library(Job(("python",), 2, env={"MPI4PY_LIBMPI": "/site/lib/libmpi.so"}), here)
     assert capsys.readouterr().err == ""

@@ -10,8 +10,7 @@ from raises import raises
 
 from hpcdp import cli
 from hpcdp.errors import HpcdpError
-from hpcdp.launch import hosts, launchers, mpi_library
-from hpcdp.launch.launchers import job_checks
+from hpcdp.launch import hosts, launchers, mpi_library, runner
 from hpcdp.launch.spec import Host, Job
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -74,7 +73,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         monkeypatch.setattr("sys.stdout.isatty", lambda: False, raising=False)
         monkeypatch.setattr(hosts, "here", lambda: ["lo", "eth0", "eth1", "down0"])
         monkeypatch.setattr(hosts, "to_other_hosts", lambda: ["eth0", "eth1"])
-        monkeypatch.setattr(job_checks, "check_program", lambda *_: None)
+        monkeypatch.setattr(runner, "check_program", lambda *_: None)
         monkeypatch.chdir(tmp_path)
         (tmp_path / "my-env").mkdir(exist_ok=True)
         (tmp_path / "my-env" / "pyvenv.cfg").touch()
@@ -185,7 +184,7 @@ def test_a_dry_run_prints_the_plan_and_does_nothing(elsewhere, capsys: pytest.Ca
 
 def test_the_options_make_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Job] = []
-    monkeypatch.setattr("hpcdp.launch.launchers.ssh.run", lambda job: asked.append(job) or 7)
+    monkeypatch.setattr("hpcdp.launch.launchers.mpirun.run_ssh", lambda job: asked.append(job) or 7)
     monkeypatch.setenv("HERE", "a b")
     options = ["-n", "3", "-s", "1", "-H", "a:4", "--ranks-per-node", "3", "--interface", "eth9", "--bind", "numa"]
     options += ["--sync-dst-dir", "/x", "--tag-output", "-v", "--env", "MODE=x=y", "--env", "HERE"]
@@ -211,7 +210,7 @@ def test_the_options_make_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_quoted_program_is_split_as_a_shell_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Job] = []
-    monkeypatch.setattr("hpcdp.launch.launchers.ssh.run", lambda job: asked.append(job) or 0)
+    monkeypatch.setattr("hpcdp.launch.launchers.mpirun.run_ssh", lambda job: asked.append(job) or 0)
     program = tmp_path / "a file"
     program.touch()
     for words in (["python 'my dist.py' -n 1"], ["python dist.py", "two words"], [str(program), "x y"]):
@@ -223,7 +222,7 @@ def test_a_quoted_program_is_split_as_a_shell_would(tmp_path: Path, monkeypatch:
 
 def test_variables_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     asked: list[Job] = []
-    monkeypatch.setattr("hpcdp.launch.launchers.local.run", lambda job: asked.append(job) or 0)
+    monkeypatch.setattr("hpcdp.launch.launchers.mpirun.run_local", lambda job: asked.append(job) or 0)
     file = tmp_path / "variables.json"
     file.write_text('{"TOKEN": "it\'s=a\\nsecret", "MODE": "file"}')
     assert cli.main(["launch", "-n", "1", "--env", f"@{file}", "--env", "MODE=mine", "--", "x"]) == 0

@@ -35,11 +35,11 @@ program.main()
 LAUNCHER = """
 import sys
 from hpcdp.launch import runner as supervise
-from hpcdp.launch.launchers import local
+from hpcdp.launch.launchers import mpirun
 from hpcdp.launch.spec import Job
 workers, servers, server, grace, *program = sys.argv[1:]
-local.server, supervise._GRACE_S = lambda: ("-c", server), float(grace)
-sys.exit(local.run(Job(tuple(program), int(workers), int(servers))))
+mpirun.server, supervise._GRACE_S = lambda: ("-c", server), float(grace)
+sys.exit(mpirun.run_local(Job(tuple(program), int(workers), int(servers))))
 """
 WORKER = """
 import os, signal, sys, time

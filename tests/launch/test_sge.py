@@ -39,14 +39,14 @@ JOBS = {
 
 @pytest.mark.parametrize("name", JOBS)
 def test_what_is_rendered(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert rendered(sge.plan, JOBS[name], tmp_path, monkeypatch) == (GOLDEN / f"{name}.txt").read_text()
+    assert rendered(sge.plan_sge, JOBS[name], tmp_path, monkeypatch) == (GOLDEN / f"{name}.txt").read_text()
 
 
 @pytest.mark.parametrize("name", JOBS)
 def test_scripts_have_no_faults_of_the_shell(name: str, tmp_path: Path) -> None:
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed")
-    for text in filter(is_script, sge.plan(JOBS[name]).files.values()):
+    for text in filter(is_script, sge.plan_sge(JOBS[name]).files.values()):
         done = subprocess.run(SHELLCHECK, input=text, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
 
@@ -88,7 +88,7 @@ def test_a_job_stops_before_its_time_limit(arguments: str, stop_s: float) -> Non
 )
 def test_what_makes_no_sense_is_refused(options: dict, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        sge.plan(Job(("python",), 2, **options))
+        sge.plan_sge(Job(("python",), 2, **options))
     assert says in str(caught.value)
 
 
@@ -112,14 +112,14 @@ def test_a_folder_that_qsub_would_take_apart_is_refused(tmp_path: Path, monkeypa
     (tmp_path / "a:b").mkdir()
     monkeypatch.chdir(tmp_path / "a:b")
     with raises(ConfigError, operation="launch --launcher sge"):
-        sge.plan(Job(("python",), 1))
+        sge.plan_sge(Job(("python",), 1))
 
 
 def test_without_grid_engine_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     with raises(LaunchError, operation="run qsub", remedy="PATH"):
-        sge.run(Job(("python",), 1))
+        sge.run_sge(Job(("python",), 1))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -39,7 +39,7 @@ def says(path: Path, text: str, stream: int = 1, status: int = 0) -> None:
 
 
 def argv(job: Job) -> list[str]:
-    (command,) = slurm.plan(job).commands
+    (command,) = slurm.plan_slurm(job).commands
     return list(command.argv)
 
 
@@ -91,7 +91,7 @@ def test_a_colon_is_none_of_sruns(srun: Path) -> None:
 )
 def test_values_that_srun_would_refuse(srun: Path, options: str, says: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        slurm.plan(Job(("p",), 2, mpi_args=options))
+        slurm.plan_slurm(Job(("p",), 2, mpi_args=options))
     assert says in str(raised.value)
 
 
@@ -134,7 +134,7 @@ def test_options(srun: Path) -> None:
 def test_variables(srun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "4")
     monkeypatch.setenv("OMPI_MCA_osc", "rdma")
-    (command,) = slurm.plan(Job(("p",), 2, env={"A": "b c"}, interface="ib0")).commands
+    (command,) = slurm.plan_slurm(Job(("p",), 2, env={"A": "b c"}, interface="ib0")).commands
     assert command.env["A"] == "b c"
     assert command.env["OMPI_MCA_btl_tcp_if_include"] == command.env["GLOO_SOCKET_IFNAME"] == "ib0"
     assert command.env["SRUN_CPUS_PER_TASK"] == command.env["OMP_NUM_THREADS"] == "4"
@@ -145,9 +145,9 @@ def test_a_loopback_leads_to_no_other_host_of_the_job(srun: Path, monkeypatch: p
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
     with raises(ConfigError, operation="launch --interface", got="lo"):
-        slurm.plan(Job(("sh",), 2, interface="lo"))
+        slurm.plan_slurm(Job(("sh",), 2, interface="lo"))
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node1")
-    (command,) = slurm.plan(Job(("sh",), 2, interface="lo")).commands
+    (command,) = slurm.plan_slurm(Job(("sh",), 2, interface="lo")).commands
     assert command.env["GLOO_SOCKET_IFNAME"] == "lo"
 
 
@@ -179,7 +179,7 @@ def test_a_plugin_that_is_missing_is_told_before_anything_starts(
 ) -> None:
     says(srun, text, status=status)
     with pytest.raises(LaunchError) as raised:
-        slurm.run(Job(("p",), 2))
+        slurm.run_slurm(Job(("p",), 2))
     assert expected in str(raised.value)
 
 
@@ -199,17 +199,17 @@ def test_a_dry_run_asks_no_cluster(srun: Path) -> None:
 )
 def test_what_srun_cannot_do(srun: Path, job: Job, expected: str) -> None:
     with pytest.raises(LaunchError) as raised:
-        slurm.plan(job)
+        slurm.plan_slurm(job)
     assert expected in str(raised.value)
 
 
 def test_without_srun_and_inside_of_ranks(srun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     with raises(LaunchError, operation="launch ranks", got=2):
-        slurm.plan(Job(("p",), 2))
+        slurm.plan_slurm(Job(("p",), 2))
     monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
     srun.unlink()
     monkeypatch.setenv("PATH", str(srun.parent))
     with raises(LaunchError, operation="launch --launcher slurm", expected="PATH"):
-        slurm.run(Job(("p",), 2))
+        slurm.run_slurm(Job(("p",), 2))
     assert argv(Job(("p",), 2)) == ["srun", "--mpi=pmix", *COMMON, "--ntasks=2", "p"], "a dry run needs none"

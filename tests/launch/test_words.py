@@ -134,7 +134,7 @@ def test_the_cause_stands_last(text: str, code: int, last: str, family: str) -> 
 @pytest.mark.parametrize(
     ("code", "last"),
     [
-        ("import hpcdp.core.process as ending; ending.fail('why', 1)", "hpcdp: rank 0: why"),
+        ("import hpcdp.core.environment as ending; ending.fail('why', 1)", "hpcdp: rank 0: why"),
         ("import hpcdp; world = hpcdp.init(); world.comm.barrier(); 1 // world.rank; world.comm.barrier()",
          "ended with status 1: ZeroDivisionError: integer division or modulo by zero"),
     ],

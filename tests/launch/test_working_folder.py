@@ -8,7 +8,7 @@ import pytest
 from raises import raises
 
 from hpcdp.errors import LaunchError
-from hpcdp.launch.launchers import working_folder
+from hpcdp.launch.launchers import mpirun
 
 SSH = """#!/bin/sh
 while :; do case $1 in -o) shift 2 ;; -*) shift ;; *) break ;; esac; done
@@ -45,7 +45,7 @@ def files(folder: Path) -> list[str]:
 def test_what_the_program_needs_is_copied_and_what_was_there_stays(project: Path, tmp_path: Path, host: str) -> None:
     target = tmp_path / "it's there; really"
     for _ in range(2):
-        working_folder.copy([host], str(target))
+        mpirun.copy_folder([host], str(target))
         (target / "older").touch()
     assert files(target) == ["older", "run.sh", "src/train.py"]
 
@@ -58,11 +58,11 @@ def test_the_mode_of_a_folder_that_is_there_stays(project: Path, tmp_path: Path,
     project.chmod(0o700)
     (project / "run.sh").chmod(0o700)
     (project / "src").chmod(0o750)
-    working_folder.copy([host], str(target))
+    mpirun.copy_folder([host], str(target))
     assert target.stat().st_mode & 0o7777 == 0o3775
     assert (target / "run.sh").stat().st_mode & 0o777 == 0o700
     (project / "run.sh").chmod(0o644)
-    working_folder.copy([host], str(target))
+    mpirun.copy_folder([host], str(target))
     assert not (target / "run.sh").stat().st_mode & 0o111
 
 
@@ -71,16 +71,16 @@ def test_a_copy_that_every_user_may_change_is_refused(project: Path, tmp_path: P
     target.mkdir()
     target.chmod(0o777)
     with raises(LaunchError, operation="copy the working folder", where=target, got=["this machine", target]):
-        working_folder.copy(["localhost"], str(target))
+        mpirun.copy_folder(["localhost"], str(target))
 
 
 def test_a_folder_is_not_copied_onto_itself(project: Path) -> None:
-    assert working_folder.commands(["localhost"], str(project)) == []
+    assert mpirun.copy_commands(["localhost"], str(project)) == []
 
 
 def test_hosts_that_cannot_be_copied_to_are_named_with_their_reasons(project: Path, tmp_path: Path) -> None:
     with pytest.raises(LaunchError) as caught:
-        working_folder.copy(["node2", "refused", "bare"], str(tmp_path / "copy"))
+        mpirun.copy_folder(["node2", "refused", "bare"], str(tmp_path / "copy"))
     said = str(caught.value)
     assert "\n" not in said and f"copy the working folder [{tmp_path / 'copy'}]" in said
     assert "refused: ssh: connect to host refused port 22: Connection refused" in said
@@ -90,19 +90,19 @@ def test_hosts_that_cannot_be_copied_to_are_named_with_their_reasons(project: Pa
 def test_a_host_that_falls_silent_is_not_waited_for_for_ever(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(working_folder, "_SILENT_S", 1)
+    monkeypatch.setattr(mpirun, "_SILENT_S", 1)
     with raises(LaunchError, operation="copy the working folder", where=tmp_path / "copy", got="silent") as caught:
-        working_folder.copy(["node2", "silent"], str(tmp_path / "copy"))
+        mpirun.copy_folder(["node2", "silent"], str(tmp_path / "copy"))
     assert "node2" not in str(caught.value)
 
 
 def test_without_rsync_here(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     with raises(LaunchError, operation="launch --sync-dst-dir", expected="rsync"):
-        working_folder.copy(["node2"], str(tmp_path / "copy"))
+        mpirun.copy_folder(["node2"], str(tmp_path / "copy"))
 
 
 @pytest.mark.parametrize("folder", ["/", "//", "/tmp/.."])
 def test_nothing_is_copied_over_the_root_of_all(project: Path, folder: str) -> None:
     with raises(LaunchError, operation="launch --sync-dst-dir", got=folder):
-        working_folder.commands(["node2"], folder)
+        mpirun.copy_commands(["node2"], folder)

@@ -55,7 +55,7 @@ def hadoop_in(folder: Path) -> Path:
 def test_what_is_rendered(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hadoop = hadoop_in(tmp_path / "hadoop")
     monkeypatch.setenv("HADOOP_HOME", str(hadoop))
-    text = rendered(yarn.plan, JOBS[name], tmp_path, monkeypatch)
+    text = rendered(yarn.plan_yarn, JOBS[name], tmp_path, monkeypatch)
     assert text == (GOLDEN / f"{name}.txt").read_text()
 
 
@@ -64,7 +64,7 @@ def test_scripts_have_no_faults_of_the_shell(name: str, tmp_path: Path, monkeypa
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed")
     monkeypatch.setenv("HADOOP_HOME", str(hadoop_in(tmp_path / "hadoop")))
-    scripts = [text for text in yarn.plan(JOBS[name]).files.values() if is_script(text)]
+    scripts = [text for text in yarn.plan_yarn(JOBS[name]).files.values() if is_script(text)]
     assert len(scripts) == 3
     for text in scripts:
         done = subprocess.run(SHELLCHECK, input=text, capture_output=True, text=True)
@@ -86,7 +86,7 @@ def test_scripts_have_no_faults_of_the_shell(name: str, tmp_path: Path, monkeypa
 )
 def test_what_makes_no_sense_is_refused(options: dict, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        yarn.plan(Job(("python",), 2, **options))
+        yarn.plan_yarn(Job(("python",), 2, **options))
     assert says in str(caught.value)
 
 
@@ -96,14 +96,14 @@ def test_what_is_missing_of_hadoop_is_named(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("PATH", str(tmp_path))
     job = Job(("python",), 1)
     with raises(LaunchError, operation="launch --launcher yarn", where="HADOOP_YARN_HOME=not set, HADOOP_HOME=not set"):
-        yarn.run(job)
+        yarn.run_yarn(job)
     jar = "hadoop-yarn-applications-distributedshell.jar"
-    assert yarn.plan(job).commands[0].argv[:3] == ("yarn", "jar", jar), "a dry run needs no Hadoop"
+    assert yarn.plan_yarn(job).commands[0].argv[:3] == ("yarn", "jar", jar), "a dry run needs no Hadoop"
     hadoop = hadoop_in(tmp_path / "hadoop")
     monkeypatch.setenv("HADOOP_HOME", str(hadoop))
     (hadoop / JAR).unlink()
     with pytest.raises(LaunchError) as caught:
-        yarn.run(job)
+        yarn.run_yarn(job)
     assert str(caught.value.got).startswith("no hadoop-yarn-applications-distributedshell*.jar in share")
 
 

@@ -10,11 +10,11 @@ import pytest
 from raises import raises
 
 from hpcdp.comm import thread_comm
+from hpcdp.core import environment
 from hpcdp.core.environment import SAVE_AT, started_by_srun
 from hpcdp.errors import ConfigError
 from hpcdp.train import preemption
 from hpcdp.train.preemption import Agreement, Reason, StopRequests
-from hpcdp.train.runs import stop_signal
 
 SRUN = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
 
@@ -39,19 +39,19 @@ def test_a_signal_is_noted_and_does_nothing_else():
 @pytest.mark.parametrize(
     ("run", "numbers"),  # of a rank, of a launcher
     [("with StopRequests(environ={}): pass", [signal.SIGUSR1, *SAVE_AT.values()]),
-     ("stop_signal.ignore()", [signal.SIGUSR1])],
+     ("environment.ignore_usr1()", [signal.SIGUSR1])],
 )  # fmt: skip
 def test_a_command_that_is_at_its_end_dies_of_none(run, numbers):
     """Python gives its handlers up before it has ended."""
     command = (
         "import atexit, os, signal\n"
-        "from hpcdp.train.runs import stop_signal\n"
+        "from hpcdp.core import environment\n"
         "from hpcdp.train.preemption import StopRequests\n"
-        "stop_signal.note()\n"
+        "environment.note_usr1()\n"
         f"{run}\n"
         "class Late:\n"
         f"    def __del__(self): [os.kill(os.getpid(), number) for number in {[*map(int, numbers)]}]\n"
-        "stop_signal.late = Late()\n"
+        "environment.late = Late()\n"
     )
     assert subprocess.run([sys.executable, "-c", command]).returncode == 0
 
@@ -167,7 +167,7 @@ def test_all_ranks_agree_a_step_later(ranks, per_node):
 def test_a_signal_that_came_early_is_taken_once():
     before = signal.getsignal(signal.SIGUSR1)
     try:
-        stop_signal.note()
+        environment.note_usr1()
         os.kill(os.getpid(), signal.SIGUSR1)
         with StopRequests(environ={}) as stop:
             assert stop.reason is Reason.SIGUSR1

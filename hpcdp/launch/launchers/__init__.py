@@ -1,13 +1,13 @@
-"""The launchers by name, each a module of this package with the functions of `Launcher`.
+"""The launchers by name. Those of mpirun are in `mpirun`, each other one in a module of its name.
 
-They share `job_checks`, `batch` (jobs of batch systems without srun) and `working_folder`, its copies.
+They share `batch`, for jobs of batch systems without srun.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
-from typing import Protocol, cast
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from ...core.environment import batch_system
 from ..spec import Job, LaunchPlan
@@ -26,19 +26,20 @@ WITH_BATCH_ARGS = ("sge", "yarn")
 """The launchers that pass ``--batch-args`` to the submitting command of a batch system."""
 
 
-class Launcher(Protocol):
-    """The functions of a launcher's module."""
+class Launcher(NamedTuple):
+    """The two functions of a launcher."""
 
-    def plan(self, job: Job) -> LaunchPlan:
-        """Return the actions of `run`, without side effects."""
-
-    def run(self, job: Job) -> int:
-        """Run the job to its end and return its exit status."""
+    plan: Callable[[Job], LaunchPlan]
+    """Return the actions of `run`, without side effects."""
+    run: Callable[[Job], int]
+    """Run the job to its end and return its exit status."""
 
 
 def launcher(name: str) -> Launcher:
     """Return the launcher of a name in `LAUNCHERS`."""
-    return cast(Launcher, importlib.import_module(f".{name}", __package__))
+    home = "mpirun" if name in ("local", "mpi", "ssh") else name
+    module = importlib.import_module(f".{home}", __package__)
+    return Launcher(getattr(module, f"plan_{name}"), getattr(module, f"run_{name}"))
 
 
 def usual(has_hosts: bool, environ: Mapping[str, str]) -> str:

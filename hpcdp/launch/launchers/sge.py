@@ -34,7 +34,7 @@ _ACCOUNT_S = 20.0
 _UNKNOWN = "do not exist"
 
 
-def plan(job: Job) -> LaunchPlan:
+def plan_sge(job: Job) -> LaunchPlan:
     """Return the script of ``job`` and its qsub.
 
     Raises:
@@ -76,16 +76,16 @@ def plan(job: Job) -> LaunchPlan:
     return LaunchPlan([Command(("qsub", "-terse", "-b", "n", *arguments, str(submitted)))], written)
 
 
-def run(job: Job) -> int:
+def run_sge(job: Job) -> int:
     """Run ``job`` as a job of Grid Engine and return its exit status; `batch.run` forwards signals.
 
     Grid Engine restarts a job that stops early, with status 75, and one whose host was lost.
 
     Raises:
         LaunchError: qsub is missing or refuses the job.
-        ConfigError: as `plan`.
+        ConfigError: as `plan_sge`.
     """
-    wanted = plan(job)
+    wanted = plan_sge(job)
     return batch.run(wanted, batch.folder_of("sge"), functools.partial(_submit, wanted.commands[0], job.verbose))
 
 

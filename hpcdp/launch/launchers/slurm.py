@@ -19,10 +19,9 @@ from ...errors import LaunchError
 from .. import mpi_library
 from ..hosts import Allocation, allocation, assign_ranks, of_ranks
 from ..mpi_library import Dialect, blas_threads, program
-from ..runner import supervise
+from ..runner import check, supervise, warn_of_other_library
 from ..spec import Command, Job, LaunchPlan, server
 from . import batch
-from .job_checks import check, warn_of_other_library
 
 MPI_TYPES = {"openmpi": "pmix", "mpich": "pmi2"}
 """The value of srun's --mpi for the libraries of each family."""
@@ -39,27 +38,27 @@ A file for srun --multi-prog cannot hold every argument: it supports no nested q
 """
 
 
-def run(job: Job) -> int:
+def run_slurm(job: Job) -> int:
     """Run ``job`` under srun and return its exit status, without initializing MPI in this process.
 
     Raises:
-        LaunchError: srun is missing, or lacks the --mpi that the library needs; and the errors of `plan`.
+        LaunchError: srun is missing, or lacks the --mpi that the library needs; and the errors of `plan_slurm`.
     """
     if shutil.which("srun") is None:
         raise LaunchError(
             "launch --launcher slurm", expected="srun on PATH", got="none", remedy="--launcher mpi or ssh"
         )
-    (command,) = plan(job).commands
+    (command,) = plan_slurm(job).commands
     _check_mpi_type(command.argv)
     return supervise(command.argv, {**os.environ, **command.env}, "srun", job, elsewhere=job.ranks + job.servers)
 
 
-def plan(job: Job) -> LaunchPlan:
+def plan_slurm(job: Job) -> LaunchPlan:
     """Return the srun of ``job``.
 
     Raises:
-        LaunchError: srun lacks an option of the job; and the errors of `job_checks.check`.
-        ConfigError: an option of srun has an invalid value; and the errors of `job_checks.check`.
+        LaunchError: srun lacks an option of the job; and the errors of `hpcdp.launch.runner.check`.
+        ConfigError: an option of srun has an invalid value; and the errors of `hpcdp.launch.runner.check`.
     """
     given = allocation()
     # Outside of an allocation the interfaces of the nodes are unknown.
@@ -116,7 +115,7 @@ def mpi_types() -> tuple[str, ...]:
 
 
 def _check_mpi_type(argv: Sequence[str]) -> None:
-    """Raise `LaunchError` if this machine's srun lacks the --mpi that `plan` has chosen."""
+    """Raise `LaunchError` if this machine's srun lacks the --mpi that `plan_slurm` has chosen."""
     families = {f"--mpi={mpi_type}": family for family, mpi_type in MPI_TYPES.items()}
     asked = argv[1]
     if asked not in families:  # the user has chosen

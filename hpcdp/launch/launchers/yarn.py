@@ -209,7 +209,7 @@ _RANK_MIB = 2048
 _OURS = ("jar", "shell_script", "shell_command", "shell_args", "shell_env", "num_containers")
 
 
-def plan(job: Job) -> LaunchPlan:
+def plan_yarn(job: Job) -> LaunchPlan:
     """Return the scripts of ``job`` and the client of YARN's distributed shell.
 
     A container has ``ranks_per_node`` processes including servers, or all of them. Where Hadoop is missing, the plan
@@ -243,15 +243,15 @@ def plan(job: Job) -> LaunchPlan:
     )
 
 
-def run(job: Job) -> int:
+def run_yarn(job: Job) -> int:
     """Run ``job`` as an application of YARN and return its exit status; `batch.run` forwards signals.
 
     Raises:
         LaunchError: Hadoop is missing.
-        ConfigError: as `plan`.
+        ConfigError: as `plan_yarn`.
     """
     _check_hadoop(os.environ)
-    wanted, folder = plan(job), batch.folder_of("yarn")
+    wanted, folder = plan_yarn(job), batch.folder_of("yarn")
     submit = functools.partial(_Application, wanted.commands[0].argv, folder / "client", job.verbose)
     return batch.run(wanted, folder, submit)
 

@@ -28,8 +28,7 @@ from ...core.arrays import Array, array_namespace, dtype_of, is_cupy, on_device_
 from ...errors import ConfigError
 from ...kernels.cuda.capture import between, warmed_up
 from ..microbatch import entered_shard
-from .cuda_graph import CudaPlan, warn_without_graph
-from .executor import Plan, Shortcut
+from .executor import CudaPlan, Plan, Shortcut, warn_without_graph
 from .fusion import Moving
 from .graph import Graph, Result, rewritten
 from .tracing import TracingRun, array_of, state, takes_any_batch, with_pauses

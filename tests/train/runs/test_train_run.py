@@ -17,7 +17,7 @@ from train_command import ENVIRONMENT, start, train, train_on_threads
 
 from hpcdp import cli
 from hpcdp.cli import train as cli_train
-from hpcdp.core.process import end_early
+from hpcdp.core.environment import end_early
 from hpcdp.errors import Terminated
 from hpcdp.train.metrics import read_metrics
 from hpcdp.train.preemption import StopRequests
@@ -240,7 +240,7 @@ def test_what_a_signal_has_ended_says_so_and_what_is_left(tmp_path, monkeypatch,
         return 130
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("hpcdp.launch.launchers.local.run", interrupted)
+    monkeypatch.setattr("hpcdp.launch.launchers.mpirun.run_local", interrupted)
     assert cli.main(["train", "mlp", "--ranks", "2", "--run-dir", "a"]) == 130
     said = "hpcdp: interrupted, all ranks have ended; its files are in a\n"
     assert capsys.readouterr().err == said
