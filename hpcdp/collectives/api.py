@@ -96,7 +96,7 @@ def allreduce(
     world = ranks_of(world)
     plan = _planned("allreduce", x, op, algorithm, world, 0, prescale, postscale)
     if plan.bound is not None and out is None and type(x) is np.ndarray and x.flags.carray and change_of(x) is None:
-        plan.bound(world, flat(x))
+        plan.run(world, flat(x))
         return x
     target = x if out is None else receiver("allreduce", x, out)
     staged = staged_of("allreduce", target)
@@ -292,7 +292,7 @@ def allgather(x: Array, world: World | None = None, algorithm: str = "auto", out
     world = ranks_of(world)
     gathered, out = _gathered("allgather", x, world, out)
     plan = _planned("allgather", flat(gathered), _MOVED, algorithm, world)  # the ranks' ``out`` may differ in shape
-    plan.algorithm.run(world, plan.call, flat(gathered))
+    plan.move(world, flat(gathered))
     if gathered is not out:
         bring_back(gathered, out)
     return out
@@ -359,10 +359,10 @@ def broadcast(x: ArrayT, root: int = 0, world: World | None = None, algorithm: s
     refuse_change(x, "x", "broadcast")  # on the root, too: else it would wait for the others
     plan = _planned("broadcast", x, _MOVED, algorithm, world, root)
     if type(x) is np.ndarray and x.flags.carray:
-        plan.algorithm.run(world, plan.call, flat(x), root)
+        plan.move(world, flat(x), root)
         return x
     staged = _broadcast_memory(x, world.rank == root)
-    plan.algorithm.run(world, plan.call, flat(staged), root)
+    plan.move(world, flat(staged), root)
     return _received("broadcast", staged, x, world.rank == root)
 
 
@@ -490,18 +490,34 @@ class _Plan:
     algorithm: Algorithm
     reduction: Reduction
     call: Call
-    bound: Callable[[World, np.ndarray], None] | None = None
-    """`run` of an array in place as one kernel call, see `Algorithm.bound`; None before the first call."""
+    bound: Callable[..., bool] | None = None
+    """`run` or `move` as one kernel call, see `Algorithm.bound`; None before the first call, and without a kernel."""
+    has_run: bool = False
 
     def run(self, world: World, x: np.ndarray, *root: int, result: np.ndarray | None = None) -> None:
         """Reduce ``x``, shape ``(count,)``, in place, or this rank's shard into ``result``."""
+        if self.bound is not None and self.bound(world, x):
+            if result is not None:
+                count, n, me = x.size, world.size, world.rank
+                result[...] = x[count * me // n : count * (me + 1) // n]
+            return
         if world.size == 1:
             self._of_one(x, result)
             return
         into = () if result is None else (result,)
         self.algorithm.run(world, self.call, x, *into, self.reduction, *root)
-        if type(self) is _Plan:
-            self.bound = self.algorithm.bound(world, self.call, x, self.reduction)
+        if not self.has_run and type(self) is _Plan:
+            self.bound = self.algorithm.bound(world, self.call, x, self.reduction, *root)
+        self.has_run = True
+
+    def move(self, world: World, x: np.ndarray, *root: int) -> None:
+        """Broadcast ``x``, shape ``(count,)``, or complete it with the shards of all ranks."""
+        if self.bound is not None and self.bound(world, bytes_of(x)):
+            return
+        self.algorithm.run(world, self.call, x, *root)
+        if not self.has_run:
+            self.bound = self.algorithm.bound(world, self.call, x, *root)
+        self.has_run = True
 
     def machine(self, world: World, x: np.ndarray, *root: int, result: np.ndarray | None = None) -> Steps:
         """Run `run` as a machine."""

@@ -1,7 +1,8 @@
 """Movement of blocks: every rank has a block of bytes for every rank, of any size.
 
-Alltoall, gather, scatter, and the allgather of parts of different sizes are forms of it. All algorithms here get the
-sizes of their blocks from `Calls.gather`, so that every receiver knows how many bytes come; empty blocks are not sent.
+Alltoall, gather, scatter, and the allgather of parts of different sizes are forms of it. The sizes of
+all blocks are known from an exchange of counts, so that every receiver knows how many bytes come; empty blocks are not
+sent.
 Inside a node, `intra_node.exchange` moves the same blocks in shared memory.
 
 Sent per rank, for n ranks: ``direct`` and ``pairwise`` at most n - 1 messages, each block once. ``ring`` n - 1 messages
@@ -16,7 +17,6 @@ sections 3.1 and 3.2.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,32 +30,39 @@ from . import ring, tree
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """The blocks of one rank in an exchange of all ranks; arrays are contiguous bytes, dtype uint8."""
+class Layout:
+    """The positions of one rank's blocks, in bytes."""
 
-    sent: np.ndarray
-    """Shape ``(nbytes,)``: this rank's data."""
     limits: Sequence[tuple[int, int]]
-    """The limits in `sent` of the block for each rank; blocks for several ranks may be the same."""
-    received: np.ndarray
-    """Shape ``(ends[n],)``: gets the blocks for this rank in the order of the senders."""
+    """The limits in the sent data of the block for each rank; blocks for several ranks may be the same."""
     ends: Sequence[int]
-    """The ``n + 1`` limits of the blocks in `received`."""
+    """The ``n + 1`` limits of the blocks in the received data, in the order of the senders."""
     firsts: Sequence[int]
     """The position in each rank's data at which its block for this rank begins."""
     longest: int
-    """The size of the longest `sent` of any rank, equal on all ranks."""
+    """The size of the longest sent data of any rank, equal on all ranks."""
     sizes: np.ndarray | None = None
     """Shape ``(n, n)``: the bytes that each rank sends to each, in an alltoall of blocks that are not of one size."""
 
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of one rank in an exchange of all ranks; arrays are contiguous bytes, dtype uint8."""
+
+    layout: Layout
+    sent: np.ndarray
+    """Shape ``(nbytes,)``: this rank's data."""
+    received: np.ndarray
+    """Shape ``(ends[n],)``: gets the blocks for this rank in the order of the senders."""
+
     def to(self, rank: int) -> np.ndarray:
         """Return the block for ``rank``."""
-        first, last = self.limits[rank]
+        first, last = self.layout.limits[rank]
         return self.sent[first:last]
 
     def of(self, rank: int) -> np.ndarray:
         """Return the place of the block from ``rank``."""
-        return self.received[self.ends[rank] : self.ends[rank + 1]]
+        return self.received[self.layout.ends[rank] : self.layout.ends[rank + 1]]
 
     def keep_own(self, rank: int) -> None:
         """Copy this rank's block for itself, unless it is in its place already."""
@@ -69,63 +76,42 @@ def offsets(sizes: Sequence[int]) -> list[int]:
     return [0, *itertools.accumulate(sizes)]
 
 
-def alltoall_blocks(sent: np.ndarray, received: np.ndarray, sizes: np.ndarray, rank: int) -> Blocks:
-    """Return the blocks of an alltoall.
-
-    Args:
-        sent: shape ``(nbytes,)``, uint8: the blocks for all ranks, in their order.
-        received: shape ``(nbytes,)``, uint8: gets the blocks of all ranks.
-        sizes: shape ``(n, n)``: the bytes that each rank sends to each.
-        rank: this rank.
-    """
+def alltoall_layout(sizes: np.ndarray, rank: int) -> Layout:
+    """Return the layout of an alltoall of ``sizes``, shape ``(n, n)``: the bytes that each rank sends to each."""
     own, starts = offsets(sizes[rank].tolist()), np.cumsum(sizes, axis=1) - sizes
     ends = offsets(sizes[:, rank].tolist())
     longest = int(sizes.sum(axis=1).max())
-    return Blocks(sent, list(itertools.pairwise(own)), received, ends, starts[:, rank].tolist(), longest, sizes)
+    return Layout(list(itertools.pairwise(own)), ends, starts[:, rank].tolist(), longest, sizes)
 
 
-def even_alltoall_blocks(sent: np.ndarray, received: np.ndarray, ranks: int, rank: int) -> Blocks:
-    """Return the blocks of an alltoall whose blocks have one size; arguments as for `alltoall_blocks`."""
-    limits, ends, firsts = _even_limits(sent.size, ranks, rank)
-    return Blocks(sent, limits, received, ends, firsts, sent.size)
-
-
-@functools.lru_cache
-def _even_limits(nbytes: int, ranks: int, rank: int) -> tuple[list[tuple[int, int]], list[int], list[int]]:
+def even_alltoall_layout(nbytes: int, ranks: int, rank: int) -> Layout:
+    """Return the layout of an alltoall of blocks of one size; ``nbytes`` is that of all blocks of a rank."""
     ends = bounds(nbytes, ranks)
-    return list(itertools.pairwise(ends)), ends, [ends[rank]] * ranks
+    return Layout(list(itertools.pairwise(ends)), ends, [ends[rank]] * ranks, nbytes)
 
 
-def allgather_blocks(parts: np.ndarray, ends: Sequence[int], rank: int) -> Blocks:
-    """Return the blocks of an allgather.
-
-    Args:
-        parts: shape ``(ends[n],)``, uint8: the parts of all ranks, of which this rank has written its own.
-        ends: the ``n + 1`` limits of the parts.
-        rank: this rank.
-    """
+def allgather_layout(ends: Sequence[int], rank: int) -> Layout:
+    """Return the layout of an allgather; ``ends`` are the ``n + 1`` limits of the parts of all ranks."""
     n = len(ends) - 1
-    own = parts[ends[rank] : ends[rank + 1]]
     longest = max(last - first for first, last in itertools.pairwise(ends))
-    return Blocks(own, [(0, own.size)] * n, parts, ends, [0] * n, longest)
+    return Layout([(0, ends[rank + 1] - ends[rank])] * n, ends, [0] * n, longest)
 
 
-def gather_blocks(part: np.ndarray, received: np.ndarray, sizes: Sequence[int], rank: int, root: int) -> Blocks:
-    """Return the blocks of a gather: ``root`` receives all in ``received``; ``sizes`` are those of the ranks' parts."""
+def gather_layout(sizes: Sequence[int], rank: int, root: int) -> Layout:
+    """Return the layout of a gather of parts of ``sizes`` on ``root``."""
     n = len(sizes)
-    limits = [(0, part.size if other == root else 0) for other in range(n)]
+    limits = [(0, sizes[rank] if other == root else 0) for other in range(n)]
     ends = offsets(sizes) if rank == root else [0] * (n + 1)
-    return Blocks(part, limits, received, ends, [0] * n, max(sizes))
+    return Layout(limits, ends, [0] * n, max(sizes))
 
 
-def scatter_blocks(sent: np.ndarray, received: np.ndarray, sizes: Sequence[int], rank: int, root: int) -> Blocks:
-    """Return the blocks of a scatter: ``root`` sends ``sizes[r]`` bytes of ``sent`` to rank r, in ``received``."""
+def scatter_layout(sizes: Sequence[int], rank: int, root: int) -> Layout:
+    """Return the layout of a scatter in which ``root`` sends ``sizes[r]`` bytes to rank r; other ranks send nothing."""
     n, limits = len(sizes), offsets(sizes)
-    own = sent if rank == root else np.empty(0, np.uint8)
     mine = list(itertools.pairwise(limits)) if rank == root else [(0, 0)] * n
     ends = [0] * (root + 1) + [sizes[rank]] * (n - root)
     firsts = [limits[rank] if other == root else 0 for other in range(n)]
-    return Blocks(own, mine, received, ends, firsts, limits[-1])
+    return Layout(mine, ends, firsts, limits[-1])
 
 
 def direct(blocks: Blocks, world: World, tag: int) -> Steps:
@@ -193,7 +179,7 @@ def tree_broadcast(blocks: Blocks, world: World, tag: int) -> Steps:
 def bruck(blocks: Blocks, world: World, tag: int) -> Steps:
     """Move blocks of one size in about log2 n stages: fewer and longer messages, for short blocks."""
     n, me = world.size, world.rank
-    size = blocks.ends[1]
+    size = blocks.layout.ends[1]
     # Row i is on its way to the rank at distance i; each stage moves the rows with one bit of i set.
     rows = np.roll(blocks.sent.reshape(n, size), -me, axis=0)
     distance = 1
@@ -214,7 +200,8 @@ def by_node(blocks: Blocks, world: World, tag: int) -> Steps:
     node is its own, and then sends each of these ranks all blocks of the node in one message.
     """
     comm, me = world.comm, world.rank
-    sizes = np.full((world.size, world.size), blocks.ends[1]) if blocks.sizes is None else blocks.sizes
+    layout = blocks.layout
+    sizes = np.full((world.size, world.size), layout.ends[1]) if layout.sizes is None else layout.sizes
     nodes = nodes_of(world)
     here = next(node for node in nodes if me in node)
     others = [node for node in nodes if node is not here]

@@ -1,7 +1,7 @@
 """Collectives that move data of any size: allgather, gather, scatter, alltoall, and a nonblocking barrier.
 
 Arrays differ between ranks in the length of axis 0 only. All ranks first compare their calls and exchange these lengths
-(`Calls.gather`), and then move the blocks (`blocks`), in the memory of a node or by messages.
+(`Exchange.counts`), and then move the blocks (`blocks`), in the memory of a node or by messages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..comm import World
-from ..comm.communicator import Steps, StepsTo, bounds
+from ..comm.communicator import StepsTo, bounds
 from ..comm.consistency import Call
 from ..comm.tasks import Operation, ProgressEngine
 from ..comm.watchdog import Watchdog
@@ -27,10 +27,19 @@ from ..core.checks import described
 from ..errors import UnsupportedError
 from . import blocks as block_algorithms
 from . import intra_node
-from .blocks import Blocks, offsets
+from .blocks import Blocks, Layout, offsets
 from .staging import accepts_tensors, bring_back, bytes_of, check_like, checked_root, kind_of_call, movable, ranks_of
 
 T = TypeVar("T")
+
+
+def _unchanged(received: Any) -> Any:
+    return received
+
+
+def _none(_: Any) -> None:
+    return None
+
 
 _SHORT_NBYTES = 1 << 10
 """The longest blocks of one size that `blocks.bruck` moves: they travel several times, in fewer messages."""
@@ -60,13 +69,13 @@ def gather(x: Array, root: int = 0, world: World | None = None, out: Array | Non
         UnsupportedError: ``x`` is no such array, or ``root`` no rank.
         MismatchError: ranks differ in dtype, another axis, root or operation; the same error on every rank.
     """
-    return run("gather", world, x, root, out)
+    return run("gather", world, x, root, out=out)
 
 
 @accepts_tensors
 def igather(x: Array, root: int = 0, world: World | None = None, out: Array | None = None) -> Operation[Array | None]:
     """Start a `gather`, whose arguments and errors it has; ``wait()`` returns its result."""
-    return start("igather", world, x, root, out)
+    return start("igather", world, x, root, out=out)
 
 
 @accepts_tensors
@@ -96,7 +105,7 @@ def scatter(
         UnsupportedError: ``x`` or ``splits`` is not valid on ``root``; on every rank.
         MismatchError: ranks differ in root or operation; the same error on every rank.
     """
-    return run("scatter", world, x, root, splits, out)
+    return run("scatter", world, x, root, splits, out=out)
 
 
 @accepts_tensors
@@ -108,7 +117,7 @@ def iscatter(
     out: Array | None = None,
 ) -> Operation[Array]:
     """Start a `scatter`, whose arguments and errors it has; ``wait()`` returns its result."""
-    return start("iscatter", world, x, root, splits, out)
+    return start("iscatter", world, x, root, splits, out=out)
 
 
 @accepts_tensors
@@ -132,7 +141,7 @@ def alltoall(
         UnsupportedError: the rows do not divide evenly, or ``splits`` does not fit x.
         MismatchError: ranks differ in dtype, another axis or operation; the same error on every rank.
     """
-    return run("alltoall", world, x, splits, out)
+    return run("alltoall", world, x, splits, out=out)
 
 
 @accepts_tensors
@@ -140,7 +149,7 @@ def ialltoall(
     x: Array, splits: Sequence[int] | None = None, world: World | None = None, out: Array | None = None
 ) -> Operation[Any]:
     """Start an `alltoall`, whose arguments and errors it has; ``wait()`` returns its result."""
-    return start("ialltoall", world, x, splits, out)
+    return start("ialltoall", world, x, splits, out=out)
 
 
 def barrier(world: World | None = None) -> None:
@@ -153,16 +162,87 @@ def ibarrier(world: World | None = None) -> Operation[None]:
     return start("ibarrier", world, None)
 
 
-def run(name: str, world: World | None, x: Any, *others: Any) -> Any:
-    """Run an operation of this module, or an allgather, to its end; return its result."""
+def run(name: str, world: World | None, x: Any, *others: Any, out: Array | None = None) -> Any:
+    """Run an operation of this module, or an allgather, to its end; return its result.
+
+    A repeated call of equal arrays inside a node is one kernel call, as long as the ranks announce the same counts.
+    """
     world = ranks_of(world)
-    return run_exchange(_EXCHANGES[name](name, world, x, *others), world, x)
+    key = _key_of(name, x, others)
+    repeated: _Repeated | None = None if key is None else world.kept.get(_Repeated, _NOTHING).get(key)
+    if repeated is not None and (received := repeated.run(world, x, out)) is not None:
+        return repeated.finish(received)
+    exchange = _EXCHANGES[name](name, world, x, *others, out)
+    result = run_exchange(exchange, world, x)
+    if key is not None and exchange.moved is not None:
+        known: dict[object, _Repeated | None] = world.keep(_Repeated, dict)
+        if len(known) >= _MOST_REPEATED:
+            known.clear()
+        known[key] = _Repeated.of(exchange, world)
+    return result
 
 
-def start(name: str, world: World | None, x: Any, *others: Any) -> Operation[Any]:
+def start(name: str, world: World | None, x: Any, *others: Any, out: Array | None = None) -> Operation[Any]:
     """Start an operation of this module, or an allgather, by the name of its nonblocking function."""
     world = ranks_of(world)
-    return start_exchange(_EXCHANGES[name.removeprefix("i")](name, world, x, *others), world, x)
+    return start_exchange(_EXCHANGES[name.removeprefix("i")](name, world, x, *others, out), world, x)
+
+
+_NOTHING: dict[object, Any] = {}
+_MOST_REPEATED = 4096
+
+
+def _key_of(name: str, x: Any, others: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Return what calls must have in common to move alike; None for arrays that are copied first."""
+    if type(x) is np.ndarray:
+        if not x.flags.carray:
+            return None
+        key: list[Any] = [name, x.shape, x.dtype]
+    elif x is None:
+        key = [name]
+    else:
+        return None
+    for value in others:
+        if value is None or type(value) is int:
+            key.append(value)
+        elif type(value) is list:
+            key.append(tuple(value))
+        else:
+            return None
+    return tuple(key)
+
+
+@dataclass(frozen=True)
+class _Repeated:
+    """A call whose exchange is one kernel call."""
+
+    bound: Callable[..., bool]
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    finish: Callable[[Any], Any]
+
+    @classmethod
+    def of(cls, exchange: Exchange, world: World) -> _Repeated | None:
+        """Return the repetition of an exchange that has ended; None without such a kernel."""
+        if world.size == 1 or not intra_node.can_share(world) or exchange.moved is None:
+            return None
+        counts, moved = exchange.moved
+        bound = intra_node.bound_exchange(exchange.counts, counts, moved.layout, world, exchange.call)
+        if bound is None:
+            return None
+        return cls(bound.direct_call(world, exchange.call), moved.shape, moved.dtype, moved.finish)
+
+    def run(self, world: World, x: np.ndarray | None, out: Array | None) -> np.ndarray | None:
+        """Return the received array; None if the call must be made in the usual way."""
+        if out is None:
+            out = np.empty(self.shape, self.dtype)
+        elif type(out) is not np.ndarray or out.shape != self.shape or out.dtype != self.dtype or not out.flags.carray:
+            return None
+        sent = _NO_BYTES if x is None else bytes_of(x)
+        return out if self.bound(world, sent, bytes_of(out)) else None
+
+
+_NO_BYTES = np.empty(0, np.uint8)
 
 
 def started(name: str, steps: StepsTo[T], x: object, world: World) -> Operation[T]:
@@ -186,18 +266,38 @@ def start_exchange(exchange: Exchange, world: World, x: object) -> Operation[Any
     return ProgressEngine.of(world).start(name, steps, x)
 
 
-Move = Callable[[str, Blocks], Steps]
-"""``move(algorithm, blocks)`` moves the blocks; the algorithm is that of ranks that do not share memory."""
-
-
 @dataclass(frozen=True)
+class Moved:
+    """What an exchange moves on one rank, once the counts of all ranks are known."""
+
+    layout: Layout
+    algorithm: str
+    """The algorithm, in `blocks.ALGORITHMS`, of ranks that do not share memory."""
+    shape: tuple[int, ...]
+    """The shape of the received array."""
+    dtype: np.dtype
+    finish: Callable[[Any], Any] = _unchanged
+    """Makes the result from the received array; keeps no array."""
+
+
+@dataclass
 class Exchange:
-    """A validated call of one rank: what all ranks compare, the counts that they exchange, and what follows."""
+    """A validated call of one rank."""
 
     call: Call
+    """What all ranks compare."""
     counts: Sequence[int]
-    then: Callable[[np.ndarray, Move], StepsTo[Any]]
-    """``then(counts, move)`` continues with the counts of all ranks, shape ``(n, k)``."""
+    """The numbers that the ranks exchange; as many on every rank."""
+    plan: Callable[[np.ndarray], Moved | None]
+    """``plan(counts)`` returns what is moved, given the counts of all ranks, shape ``(n, k)``; None for nothing."""
+    sent: np.ndarray
+    """Shape ``(nbytes,)``, uint8: this rank's data."""
+    like: Array | None = None
+    """The array whose kind the received array gets; default NumPy's."""
+    out: Array | None = None
+    """The array that receives."""
+    moved: tuple[np.ndarray, Moved] | None = None
+    """The counts of all ranks and what was moved, after the end."""
 
 
 def _steps_of(exchange: Exchange, world: World) -> StepsTo[Any]:
@@ -207,63 +307,70 @@ def _steps_of(exchange: Exchange, world: World) -> StepsTo[Any]:
     progress.prepare(intra_node.prepare if shares else block_algorithms.nodes_of, world, call)
     tag = 0
 
-    def move(algorithm: str, blocks: Blocks) -> Steps:
-        blocks.keep_own(world.rank)
+    def then(counts: np.ndarray) -> StepsTo[Any]:
+        moved = exchange.plan(counts)
+        if moved is None:
+            return None
+        receiver = _Receiver(call.operation, exchange.out, moved.shape, moved.dtype)
+        blocks = Blocks(moved.layout, exchange.sent, receiver.data)
         if shares:
             yield from intra_node.exchange(blocks, world, call)
         else:
-            yield from block_algorithms.ALGORITHMS[algorithm](blocks, world, tag)
+            blocks.keep_own(world.rank)
+            yield from block_algorithms.ALGORITHMS[moved.algorithm](blocks, world, tag)
+        exchange.moved = counts, moved
+        return moved.finish(receiver.result(exchange.like))
 
     def steps() -> StepsTo[Any]:
         nonlocal tag
         # In the first step, during which no other thread starts an operation: the tag is that of this call.
-        counts = np.array(exchange.counts, np.int64)
-        gathering = progress.calls.gather(call, counts, lambda counts: exchange.then(counts, move))
+        counts, calls = np.array(exchange.counts, np.int64), progress.calls
+        if shares:
+            calls.number += 1
+            gathering = intra_node.gather(call, counts, exchange.sent, then, world)
+        else:
+            gathering = calls.gather(call, counts, then)
         tag = progress.tag(call.signature)
         return (yield from gathering)
 
     return steps()
 
 
-def allgather_exchange(name: str, world: World, x: Array, *facts: str) -> Exchange:
+def allgather_exchange(name: str, world: World, x: Array, out: Array | None, *facts: str) -> Exchange:
     """Return the exchange of an allgather; all ranks must pass the same ``facts``."""
     host = np.atleast_1d(movable(name, x))
-    row, rank = host.shape[1:], world.rank
+    row, rank, dtype = host.shape[1:], world.rank, host.dtype
 
-    def then(counts: np.ndarray, move: Move) -> StepsTo[Array]:
+    def plan(counts: np.ndarray) -> Moved:
         rows = counts[:, 0].tolist()
-        out = np.empty((sum(rows), *row), host.dtype)
-        ends = [end * row_nbytes(row, host.dtype) for end in offsets(rows)]
-        parts = bytes_of(out)
-        parts[ends[rank] : ends[rank + 1]] = bytes_of(host)
-        yield from moved_parts(parts, ends, rank, move)
-        return from_host(out, x)
+        ends = [end * row_nbytes(row, dtype) for end in offsets(rows)]
+        return Moved(*parts_of_all(ends, rank), (sum(rows), *row), dtype)
 
-    return Exchange(_call(name, host, *facts), [len(host)], then)
+    return Exchange(_call(name, host, *facts), [len(host)], plan, bytes_of(host), x, out)
 
 
-def moved_parts(parts: np.ndarray, ends: Sequence[int], rank: int, move: Move) -> Steps:
-    """Complete the parts of all ranks; arguments as for `blocks.allgather_blocks`."""
+def parts_of_all(ends: Sequence[int], rank: int) -> tuple[Layout, str]:
+    """Return the layout and algorithm by which all ranks get the parts of all, whose ``n + 1`` limits are ``ends``."""
     is_broadcast = sum(first < last for first, last in itertools.pairwise(ends)) == 1
     is_short = ends[-1] <= _SHORT_TOTAL_NBYTES
     algorithm = "tree" if is_broadcast else "bruck_allgather" if is_short else "ring"
-    return move(algorithm, block_algorithms.allgather_blocks(parts, ends, rank))
+    return block_algorithms.allgather_layout(ends, rank), algorithm
 
 
 def gather_exchange(name: str, world: World, x: Array, root: int, out: Array | None) -> Exchange:
     """Return the exchange of a gather; arguments as for `gather`."""
     root = checked_root(name, root, world)
     host = np.atleast_1d(movable(name, x))
-    row, rank = host.shape[1:], world.rank
+    row, rank, dtype = host.shape[1:], world.rank, host.dtype
 
-    def then(counts: np.ndarray, move: Move) -> StepsTo[Array | None]:
+    def plan(counts: np.ndarray) -> Moved:
         rows = counts[:, 0]
-        sizes = (rows * row_nbytes(row, host.dtype)).tolist()
-        receiver = _Receiver(name, out if rank == root else None, (rows.sum() * (rank == root), *row), host.dtype)
-        yield from move("direct", block_algorithms.gather_blocks(bytes_of(host), receiver.data, sizes, rank, root))
-        return receiver.result(x) if rank == root else None
+        layout = block_algorithms.gather_layout((rows * row_nbytes(row, dtype)).tolist(), rank, root)
+        finish = _unchanged if rank == root else _none
+        return Moved(layout, "direct", (int(rows.sum()) * (rank == root), *row), dtype, finish)
 
-    return Exchange(_call(name, host, f"root {root}"), [len(host)], then)
+    out = out if rank == root else None
+    return Exchange(_call(name, host, f"root {root}"), [len(host)], plan, bytes_of(host), x, out)
 
 
 def scatter_exchange(
@@ -272,7 +379,7 @@ def scatter_exchange(
     """Return the exchange of a scatter; arguments as for `scatter`."""
     root = checked_root(name, root, world)
     n, rank = world.size, world.rank
-    host: np.ndarray = np.empty(0, np.uint8)
+    host: np.ndarray = _NO_BYTES
     failure: UnsupportedError | None = None
     counts: list[int] = [0] * (n + 2 + _MOST_AXES)
     if rank == root:
@@ -283,18 +390,17 @@ def scatter_exchange(
         except UnsupportedError as error:  # the others wait for this rank
             failure = error
 
-    def then(all_counts: np.ndarray, move: Move) -> StepsTo[Array]:
+    def plan(all_counts: np.ndarray) -> Moved:
         numbers: list[int] = all_counts[root].tolist()
         rows, char, kind, sizes = numbers[:n], numbers[n], numbers[n + 1], numbers[n + 2 :]
         if not char:
             raise failure or UnsupportedError(name, where=f"x on rank {root}", expected="an array", got="no valid one")
         dtype, row = dtype_of_char(chr(char)), tuple(int(size) - 1 for size in sizes if size)
-        nbytes = [count * row_nbytes(row, dtype) for count in rows]
-        receiver = _Receiver(name, out, (rows[rank], *row), dtype)
-        yield from move("direct", block_algorithms.scatter_blocks(bytes_of(host), receiver.data, nbytes, rank, root))
-        return receiver.result(x) if rank == root else in_kind_of_sender(kind, receiver.result(host))
+        layout = block_algorithms.scatter_layout([count * row_nbytes(row, dtype) for count in rows], rank, root)
+        finish = _unchanged if rank == root else functools.partial(in_kind_of_sender, kind)
+        return Moved(layout, "direct", (rows[rank], *row), dtype, finish)
 
-    return Exchange(Call(name, name, f"root {root}"), counts, then)
+    return Exchange(Call(name, name, f"root {root}"), counts, plan, bytes_of(host), x if rank == root else None, out)
 
 
 def alltoall_exchange(name: str, world: World, x: Array, splits: Sequence[int] | None, out: Array | None) -> Exchange:
@@ -306,43 +412,39 @@ def alltoall_exchange(name: str, world: World, x: Array, splits: Sequence[int] |
             name, where="x", expected=f"a multiple of {n} rows, one part for each rank", got=f"{len(host)} rows",
             remedy="pass splits=, the number of rows for each rank",
         )  # fmt: skip
-    row, is_even = host.shape[1:], splits is None
+    length, row, dtype = len(host), host.shape[1:], host.dtype
 
-    def then(counts: np.ndarray, move: Move) -> StepsTo[Any]:
-        received_rows = len(host) if is_even else int(counts[:, rank].sum())
-        receiver = _Receiver(name, out, (received_rows, *row), host.dtype)
-        sent, received = bytes_of(host), receiver.data
-        if is_even:
-            blocks = block_algorithms.even_alltoall_blocks(sent, received, n, rank)
-        else:
-            blocks = block_algorithms.alltoall_blocks(sent, received, counts * row_nbytes(row, host.dtype), rank)
-        yield from move(_alltoall_algorithm(world, blocks), blocks)
-        result = receiver.result(x)
-        return result if is_even else (result, counts[:, rank].copy())
+    def plan_of_even(counts: np.ndarray) -> Moved:
+        layout = block_algorithms.even_alltoall_layout(length * row_nbytes(row, dtype), n, rank)
+        return Moved(layout, _alltoall_algorithm(world, layout), (length, *row), dtype)
 
-    call = _call(name, host, f"{len(host)} rows each" if is_even else "splits")
-    return Exchange(call, [] if is_even else rows, then)
+    def plan(counts: np.ndarray) -> Moved:
+        received = counts[:, rank].copy()
+        layout = block_algorithms.alltoall_layout(counts * row_nbytes(row, dtype), rank)
+        algorithm = _alltoall_algorithm(world, layout)
+        return Moved(layout, algorithm, (int(received.sum()), *row), dtype, lambda rows: (rows, received.copy()))
+
+    if splits is None:
+        return Exchange(_call(name, host, f"{length} rows each"), [], plan_of_even, bytes_of(host), x, out)
+    return Exchange(_call(name, host, "splits"), rows, plan, bytes_of(host), x, out)
 
 
-def _alltoall_algorithm(world: World, blocks: Blocks) -> str:
+def _alltoall_algorithm(world: World, layout: Layout) -> str:
     """Return the algorithm of an alltoall by messages; the same on every rank."""
-    longest = blocks.ends[1] if blocks.sizes is None else int(blocks.sizes.max())
+    longest = layout.ends[1] if layout.sizes is None else int(layout.sizes.max())
     if 1 < world.num_nodes < world.size and longest <= _JOINED_NBYTES:
         return "by_node"
-    return "bruck" if blocks.sizes is None and longest <= _SHORT_NBYTES else "pairwise"
+    return "bruck" if layout.sizes is None and longest <= _SHORT_NBYTES else "pairwise"
 
 
-def _ibarrier(name: str, world: World, x: None) -> Exchange:
+def barrier_exchange(name: str, world: World, x: None, out: None) -> Exchange:
+    """Return the exchange of a barrier."""
     return comparison(Call(name))
 
 
 def comparison(call: Call) -> Exchange:
     """Return an exchange that only compares the calls of all ranks."""
-
-    def then(counts: np.ndarray, move: Move) -> StepsTo[None]:
-        yield from ()
-
-    return Exchange(call, [], then)
+    return Exchange(call, [], _none, _NO_BYTES)
 
 
 _EXCHANGES: dict[str, Callable[..., Exchange]] = {
@@ -350,7 +452,7 @@ _EXCHANGES: dict[str, Callable[..., Exchange]] = {
     "gather": gather_exchange,
     "scatter": scatter_exchange,
     "alltoall": alltoall_exchange,
-    "barrier": _ibarrier,
+    "barrier": barrier_exchange,
 }
 
 
@@ -365,10 +467,10 @@ class _Receiver:
         self._host: np.ndarray = out if is_host else np.empty(shape, dtype)  # type: ignore[assignment]
         self.data = bytes_of(self._host)
 
-    def result(self, x: Array) -> Array:
-        """Return ``out``, or a new array of the kind of ``x``."""
+    def result(self, like: Array | None) -> Array:
+        """Return ``out``, or a new array of the kind of ``like``."""
         if self._out is None:
-            return from_host(self._host, x)
+            return self._host if like is None else from_host(self._host, like)
         if self._out is not self._host:
             bring_back(self._host, self._out)
         return self._out

@@ -22,7 +22,7 @@ from ..core.checks import described
 from ..errors import UnsupportedError
 from . import api, data_movement
 from .blocks import offsets
-from .data_movement import Exchange, Move
+from .data_movement import Exchange, Moved
 from .staging import accepts_tensors, bring_back, bytes_of, check_writeable, movable, ranks_of
 
 
@@ -184,26 +184,29 @@ def igrouped_allgather(xs: Sequence[Array], world: World | None = None) -> Opera
 def _gathering(name: str, xs: Sequence[Array], world: World) -> Exchange:
     group = _Group.of(name, xs)
     hosts = [np.atleast_1d(host) for host in group.hosts]
-    rank, rows_nbytes = world.rank, [data_movement.row_nbytes(host.shape[1:], host.dtype) for host in hosts]
+    sent: np.ndarray = np.concatenate([bytes_of(host) for host in hosts])
+    rows_nbytes = [data_movement.row_nbytes(host.shape[1:], host.dtype) for host in hosts]
 
-    def then(counts: np.ndarray, move: Move) -> StepsTo[list[Array]]:
+    def plan(counts: np.ndarray) -> Moved:
         ends = offsets((counts @ np.array(rows_nbytes, np.int64)).tolist())
-        parts = np.empty(ends[-1], np.uint8)
-        parts[ends[rank] : ends[rank + 1]] = np.concatenate([bytes_of(host) for host in hosts])
-        yield from data_movement.moved_parts(parts, ends, rank, move)
-        outs, places = [], list(ends[:-1])
-        for i, host in enumerate(hosts):
-            pieces = []
-            for other, rows in enumerate(counts[:, i].tolist()):
-                last = places[other] + rows * rows_nbytes[i]
-                pieces.append(parts[places[other] : last])
-                places[other] = last
-            out = np.concatenate(pieces).view(host.dtype).reshape(counts[:, i].sum(), *host.shape[1:])
-            outs.append(from_host(out, group.arrays[i]))
-        return outs
+
+        def finish(parts: np.ndarray) -> list[Array]:
+            outs, places = [], list(ends[:-1])
+            for i, host in enumerate(hosts):
+                pieces = []
+                for other, rows in enumerate(counts[:, i].tolist()):
+                    last = places[other] + rows * rows_nbytes[i]
+                    pieces.append(parts[places[other] : last])
+                    places[other] = last
+                out = np.concatenate(pieces).view(host.dtype).reshape(counts[:, i].sum(), *host.shape[1:])
+                outs.append(from_host(out, group.arrays[i]))
+            return outs
+
+        return Moved(*data_movement.parts_of_all(ends, world.rank), (ends[-1],), np.dtype(np.uint8), finish)
 
     facts = [data_movement.rows_named(host.shape[1:], host.dtype.name) for host in hosts]
-    return Exchange(Call(name, f"{name} of {len(hosts)} arrays", *facts), [len(host) for host in hosts], then)
+    call = Call(name, f"{name} of {len(hosts)} arrays", *facts)
+    return Exchange(call, [len(host) for host in hosts], plan, sent)
 
 
 @accepts_tensors

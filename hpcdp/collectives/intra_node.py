@@ -11,20 +11,22 @@ of the local ranks, so all ranks get the same bits in every run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from .. import kernels
 from ..comm import Reduction, World
-from ..comm.communicator import OPS, Steps, real_numbers, split
+from ..comm.communicator import OPS, Steps, StepsTo, real_numbers, split
 from ..comm.consistency import Call, Calls, InMemory
-from ..comm.tasks import run_until_complete
+from ..comm.tasks import ProgressEngine, run_until_complete
 from ..core.arrays import words
 from ..errors import UnsupportedError
-from .blocks import Blocks
+from .blocks import Blocks, Layout
+
+T = TypeVar("T")
 
 CHUNK_NBYTES = 256 * 1024
 """Longer arrays are processed in chunks: one rank's share of half of the staging buffer stays in its L2 cache."""
@@ -39,8 +41,11 @@ COMPLEX_CHARS = "FD"
 """Character codes of the dtypes that are summed as pairs of floats."""
 
 
-Exchange = Callable[[np.ndarray], int]
-"""A resumable kernel that reduces an array in place; returns `shm_allreduce.DONE` or another of its values."""
+Exchange = Callable[..., int]
+"""A resumable kernel that reduces or moves arrays; returns `shm_allreduce.DONE` or another of its values."""
+
+_LEAST_COUNTS = 80
+"""Counts that a rank announces at once, beside one for each rank."""
 
 
 class BoundExchange(NamedTuple):
@@ -49,9 +54,44 @@ class BoundExchange(NamedTuple):
     kernel: Exchange
     done: int
     """The value that the kernel returns when the exchange is complete."""
-    resume: Callable[[int, Exchange, np.ndarray, Call], None]
-    """``resume(returned, kernel, x, call)`` blocks until it is complete after the kernel has returned another value."""
+    resume: Callable[[int, Exchange, tuple[np.ndarray, ...], Call], bool]
+    """``resume(returned, kernel, arrays, call)`` blocks until it is complete after the kernel has returned another
+    value; returns False if the ranks have announced other counts than before.
+    """
     calls: InMemory
+
+    def direct_call(self, world: World, call: Call) -> Callable[..., bool]:
+        """Return a function ``run(world, *arrays)`` that makes a repeated ``call`` with little work around the kernel.
+
+        It returns False if the call must be made in the usual way. Everything that does not change from call to call is
+        looked up here. The watchdog sees a call only if it waits longer than the kernel does, a fraction of a second.
+        """
+        kernel, done, resume, memory = self
+        progress = ProgressEngine.of(world)
+        watchdog, calls, active = progress.watchdog, progress.calls, progress.active
+
+        def run(world: World, *arrays: np.ndarray) -> bool:
+            if world.meetings or active.running:
+                return False
+            if not memory.is_patient:
+                memory.be_patient()
+            watchdog.calls += 1
+            calls.number += 1
+            met = kernel(*arrays)
+            if met == done:
+                return True
+            watched = call.operation, arrays[0]
+            watchdog.enter(watched)
+            try:
+                if resume(met, kernel, arrays, call):
+                    return True
+            finally:
+                watchdog.leave(watched)
+            watchdog.calls -= 1
+            calls.number -= 1
+            return False
+
+        return run
 
 
 class _Staging:
@@ -67,6 +107,7 @@ class _Staging:
         self._ops = {name: getattr(self._reduce, name.upper()) for name in OPS}
         self._memory, self._calls = memory, calls
         self._done, self._different = self._exchange.DONE, self._exchange.DIFFERENT
+        self._changed = self._exchange.CHANGED
         self._sum_by_all, self._sum_by_owners = self._exchange.sum_by_all, self._exchange.sum_by_owners
         self._counters, self._state = calls.counters, calls.state
         self._half = 0
@@ -75,8 +116,8 @@ class _Staging:
         sums = memory.alloc(shape, np.uint8)
         self._sums = {dtype: sums.view(dtype) for dtype in self._exchange.DTYPES}
         self._others = memory.alloc(shape, np.uint8)
-        self._share, self._parts = self._exchange.share, sums.reshape(2, -1)
-        self._move, self._rows = self._exchange.exchange, sums
+        self._parts, self._rows = sums.reshape(2, -1), sums
+        self._board = memory.alloc((2, memory.size, memory.size + _LEAST_COUNTS), np.int64)
         self._by_all_nbytes = min(BY_ALL_NBYTES // max(memory.size - 1, 1), CHUNK_NBYTES)
 
     def allreduce_now(self, flat: np.ndarray, op: Reduction, call: Call) -> None:
@@ -86,9 +127,7 @@ class _Staging:
         if exchange is None:
             run_until_complete(self.allreduce(flat, op, call, patient=True))
             return
-        self._calls.be_patient()
-        if (met := exchange(numbers)) != self._done:
-            self._resume(met, exchange, numbers, call)
+        self._run(exchange, (numbers,), call)
 
     def _sums_of(self, x: np.ndarray, op: Reduction, call: Call) -> Exchange | None:
         """Return the resumable kernel that sums arrays like ``x`` in place, or None if there is none."""
@@ -98,46 +137,107 @@ class _Staging:
         kernel = self._sum_by_all if x.nbytes <= self._by_all_nbytes else self._sum_by_owners
         return partial(kernel, staging, self._counters, self._state, call.signature, *op.factors(self._memory.size))
 
-    def bound(self, x: np.ndarray, op: Reduction, call: Call) -> BoundExchange | None:
-        """Return the exchange that reduces arrays like ``x`` by one kernel call; None if there is none."""
-        exchange = self._sums_of(x, op, call)
+    def bound(self, exchange: Exchange | None) -> BoundExchange | None:
+        """Return an exchange ready to be called; None for None."""
         return None if exchange is None else BoundExchange(exchange, self._done, self._resume, self._calls)
 
-    def _resume(self, met: int, exchange: Exchange, x: np.ndarray, call: Call) -> None:
-        """Block until an exchange that has returned ``met`` is complete.
+    def bound_sum(self, x: np.ndarray, op: Reduction, call: Call) -> BoundExchange | None:
+        """Return the exchange that reduces arrays like ``x`` by one kernel call; None if there is none."""
+        return self.bound(self._sums_of(x, op, call))
+
+    def _run(self, exchange: Exchange, arrays: tuple[np.ndarray, ...], call: Call) -> None:
+        """Run an exchange to its end, blocking."""
+        self._calls.be_patient()
+        if (met := exchange(*arrays)) != self._done:
+            self._resume(met, exchange, arrays, call)
+
+    def _resume(self, met: int, exchange: Exchange, arrays: tuple[np.ndarray, ...], call: Call) -> bool:
+        """Block until an exchange that has returned ``met`` is complete; return False if counts have changed.
 
         Raises:
             MismatchError: the ranks made different calls.
         """
         while met != self._done:
+            if met == self._changed:
+                return False
             run_until_complete(self._not_yet(met, call))
-            met = exchange(x)
+            met = exchange(*arrays)
+        return True
+
+    def shares(self, first: int, last: int, call: Call) -> Exchange:
+        """Return the kernel that gathers every rank's shard of an array; see `shm_allreduce.share`."""
+        n = self._memory.size
+        return partial(self._exchange.share, first, last, self._parts, self._counters, n, self._state, call.signature)
 
     def share_now(self, flat: np.ndarray, first: int, last: int, call: Call) -> None:
-        """Gather every rank's shard of ``flat``, ``(nbytes,)`` uint8, on all, blocking; see `shm_allreduce.share`."""
-        calls, n = self._calls, self._memory.size
-        calls.be_patient()
-        parts, counters, state, kind = self._parts, self._counters, self._state, call.signature
-        while (met := self._share(flat, first, last, parts, counters, n, state, kind)) != self._done:
-            run_until_complete(self._not_yet(met, call))
+        """Gather every rank's shard of ``flat``, ``(nbytes,)`` uint8, on all, blocking."""
+        self._run(self.shares(first, last, call), (flat,), call)
 
     def share(self, flat: np.ndarray, first: int, last: int, call: Call) -> Steps:
         """Run `share_now` as a machine."""
         yield from self._calls.turn(self._calls.begin(), patient=False)
         try:
-            parts, counters, state, n = self._parts, self._counters, self._state, self._memory.size
-            while (met := self._share(flat, first, last, parts, counters, n, state, call.signature)) != self._done:
+            exchange = self.shares(first, last, call)
+            while (met := exchange(flat)) != self._done:
                 yield from self._not_yet(met, call)
         finally:
             self._calls.end()
 
+    def gather(
+        self, call: Call, counts: np.ndarray, sent: np.ndarray, then: Callable[[np.ndarray], StepsTo[T]]
+    ) -> StepsTo[T]:
+        """Return resumable steps that compare ``call``, gather every rank's ``counts``, and continue.
+
+        Args:
+            call: the call.
+            counts: shape ``(k,)``, int64; k is equal on all ranks that make the same call.
+            sent: shape ``(nbytes,)``, uint8: the data of this rank that `exchange` moves next, or not at all.
+            then: returns the steps that follow, given shape ``(n, k)``, the counts by rank.
+        """
+        return self._gathered(call, counts, sent, then, self._calls.begin())
+
+    def _gathered(
+        self, call: Call, counts: np.ndarray, sent: np.ndarray, then: Callable[[np.ndarray], StepsTo[T]], ticket: int
+    ) -> StepsTo[T]:
+        yield from self._calls.turn(ticket, patient=False)
+        state, most = self._state, self._board.shape[2]
+        try:
+            last = (max(counts.size, 1) - 1) // most * most
+            pieces = []
+            for first in range(0, last + 1, most):
+                piece, data = counts[first : first + most], sent if first == last else sent[:0]
+                board, kind = self._board, call.signature
+                announce = partial(self._exchange.announce, piece, board, self._rows, self._counters, state, kind)
+                while (met := announce(data)) != self._done:
+                    yield from self._not_yet(met, call)
+                pieces.append(board[state[self._exchange.HALF], :, : piece.size].copy())
+                if first < last:
+                    self._exchange.leave(state)
+            return (yield from then(np.concatenate(pieces, axis=1)))
+        finally:
+            self._exchange.leave(state)  # if nothing was moved
+            self._calls.end()
+
     def exchange(self, blocks: Blocks, call: Call) -> Steps:
-        """Move the blocks of all ranks, in the turn of the exchange that has gathered their sizes."""
-        firsts, ends = np.array(blocks.firsts, np.int64), np.array(blocks.ends, np.int64)
-        rows, counters, state, n = self._rows, self._counters, self._state, self._memory.size
-        sent, received, longest, kind = blocks.sent, blocks.received, blocks.longest, call.signature
-        while (met := self._move(sent, received, firsts, ends, longest, rows, counters, n, state, kind)) != self._done:
+        """Move the blocks of all ranks, after `gather` with the same call."""
+        move = partial(self._exchange.exchange, *self._move_arguments(blocks.layout, call))
+        while (met := move(blocks.sent, blocks.received)) != self._done:
             yield from self._not_yet(met, call)
+
+    def bound_exchange(
+        self, counts: Sequence[int], known: np.ndarray, layout: Layout, call: Call
+    ) -> BoundExchange | None:
+        """Return `gather` and `exchange` of one kernel call, for counts of all ranks that are ``known``."""
+        if len(counts) > self._board.shape[2]:
+            return None
+        firsts, ends, longest, *others = self._move_arguments(layout, call)
+        mine = np.array(counts, np.int64)
+        again = self._exchange.exchange_again
+        return self.bound(partial(again, mine, known, firsts, ends, longest, self._board, *others))
+
+    def _move_arguments(self, layout: Layout, call: Call) -> tuple[Any, ...]:
+        firsts, ends = np.array(layout.firsts, np.int64), np.array(layout.ends, np.int64)
+        return firsts, ends, layout.longest, self._rows, self._counters, self._state, call.signature
 
     def allreduce(self, flat: np.ndarray, op: Reduction, call: Call, patient: bool) -> Steps:
         """Reduce ``flat``, shape ``(count,)``, in place; a ``patient`` machine waits inside the kernels."""
@@ -206,7 +306,24 @@ def allreduce(x: np.ndarray, op: Reduction, world: World, call: Call) -> None:
 
 def bound_allreduce(x: np.ndarray, op: Reduction, world: World, call: Call) -> BoundExchange | None:
     """Return the exchange that is an `allreduce` of arrays like ``x``; None if it takes several kernel calls."""
-    return _staging_of(world).bound(x, op, call)
+    return _staging_of(world).bound_sum(x, op, call)
+
+
+def bound_reduce(x: np.ndarray, op: Reduction, root: int, world: World, call: Call) -> BoundExchange | None:
+    """Return the exchange that is a `reduce` of arrays like ``x``, as `bound_allreduce`."""
+    return _staging_of(world).bound_sum(x, op, call)
+
+
+def bound_broadcast(x: np.ndarray, root: int, world: World, call: Call) -> BoundExchange | None:
+    """Return the exchange that is a `broadcast` of arrays like ``x``."""
+    staging = _staging_of(world)
+    return staging.bound(staging.shares(0, x.nbytes if world.rank == root else 0, call))
+
+
+def bound_allgather(out: np.ndarray, world: World, call: Call) -> BoundExchange | None:
+    """Return the exchange that is an `allgather` of arrays like ``out``."""
+    staging = _staging_of(world)
+    return staging.bound(staging.shares(*_own_bytes(out, world), call))
 
 
 def allreduce_steps(x: np.ndarray, op: Reduction, world: World, call: Call) -> Steps:
@@ -242,9 +359,7 @@ def broadcast(x: np.ndarray, root: int, world: World, call: Call) -> None:
 
 def allgather(out: np.ndarray, world: World, call: Call) -> None:
     """Complete ``out``, shape ``(count,)``, in which every rank has written its shard."""
-    n, rank, nbytes = world.size, world.rank, out.itemsize
-    first, last = out.size * rank // n * nbytes, out.size * (rank + 1) // n * nbytes
-    _staging_of(world).share_now(_bytes_of(out), first, last, call)
+    _staging_of(world).share_now(_bytes_of(out), *_own_bytes(out, world), call)
 
 
 def broadcast_steps(x: np.ndarray, root: int, world: World, call: Call) -> Steps:
@@ -255,9 +370,7 @@ def broadcast_steps(x: np.ndarray, root: int, world: World, call: Call) -> Steps
 
 def allgather_steps(out: np.ndarray, world: World, call: Call) -> Steps:
     """Return `allgather` as a machine."""
-    n, rank, nbytes = world.size, world.rank, out.itemsize
-    first, last = out.size * rank // n * nbytes, out.size * (rank + 1) // n * nbytes
-    return _staging_of(world).share(_bytes_of(out), first, last, call)
+    return _staging_of(world).share(_bytes_of(out), *_own_bytes(out, world), call)
 
 
 def reduce_steps(x: np.ndarray, op: Reduction, root: int, world: World, call: Call) -> Steps:
@@ -265,9 +378,28 @@ def reduce_steps(x: np.ndarray, op: Reduction, root: int, world: World, call: Ca
     return allreduce_steps(x, op, world, call)
 
 
+def gather(
+    call: Call, counts: np.ndarray, sent: np.ndarray, then: Callable[[np.ndarray], StepsTo[T]], world: World
+) -> StepsTo[T]:
+    """Return resumable steps that gather every rank's counts and continue; see `_Staging.gather`."""
+    return _staging_of(world).gather(call, counts, sent, then)
+
+
 def exchange(blocks: Blocks, world: World, call: Call) -> Steps:
-    """Move the blocks of all ranks, in the turn of the exchange that has gathered their sizes (`Calls.gather`)."""
+    """Move the blocks of all ranks, after `gather` with the same call."""
     return _staging_of(world).exchange(blocks, call)
+
+
+def bound_exchange(
+    counts: Sequence[int], known: np.ndarray, layout: Layout, world: World, call: Call
+) -> BoundExchange | None:
+    """Return `gather` and `exchange` as one kernel call, for counts of all ranks that are ``known``."""
+    return _staging_of(world).bound_exchange(counts, known, layout, call)
+
+
+def _own_bytes(out: np.ndarray, world: World) -> tuple[int, int]:
+    n, rank, nbytes = world.size, world.rank, out.itemsize
+    return out.size * rank // n * nbytes, out.size * (rank + 1) // n * nbytes
 
 
 def _bytes_of(x: np.ndarray) -> np.ndarray:

@@ -31,7 +31,7 @@ from ..core.checks import described
 from ..errors import UnsupportedError, type_named
 from . import data_movement
 from .blocks import offsets
-from .point_to_point import irecv, isend, send
+from .point_to_point import irecv, isend, recv, send
 from .staging import bytes_of, checked_root, ranks_of
 
 _ALIGNED = 16
@@ -90,7 +90,7 @@ def ibroadcast_object(value: Any = None, root: int = 0, world: World | None = No
 def _broadcast(name: str, value: Any, root: int, world: World) -> _ObjectCall:
     is_root = world.rank == checked_root(name, root, world)
     message = _encoded(value, name) if is_root else _NOTHING
-    exchange = data_movement.allgather_exchange(name, world, message, f"root {root}")
+    exchange = data_movement.allgather_exchange(name, world, message, None, f"root {root}")
 
     def finish(sent: np.ndarray) -> Any:
         message = _messages(name, sent)[0]  # raises if it was refused, on the root, too
@@ -121,7 +121,7 @@ def iallgather_object(value: Any, world: World | None = None) -> Operation[list[
 
 
 def _allgather(name: str, value: Any, world: World) -> _ObjectCall:
-    exchange = data_movement.allgather_exchange(name, world, _encoded(value, name))
+    exchange = data_movement.allgather_exchange(name, world, _encoded(value, name), None)
     return _ObjectCall(world, exchange, lambda all_: [decoded(message) for message in _messages(name, all_)])
 
 
@@ -233,15 +233,18 @@ def recv_object(source: int | None, tag: int = 0, world: World | None = None) ->
         tag: as for `recv`.
         world: the ranks; default `hpcdp.init()`.
     """
-    return irecv_object(source, tag, world).wait()
+    return _decoded_message(recv(None, source, tag, world), source)
 
 
 def irecv_object(source: int | None, tag: int = 0, world: World | None = None) -> Operation[Any]:
     """Start a `recv_object`, whose arguments it has; ``wait()`` returns its result."""
     operation: Operation[Any] = irecv(None, source, tag, world)
-    is_pair = source is None
-    operation.convert = lambda got: (decoded(got[0]), got[1]) if is_pair else decoded(got)
+    operation.convert = lambda received: _decoded_message(received, source)
     return operation
+
+
+def _decoded_message(received: Any, source: int | None) -> Any:
+    return (decoded(received[0]), received[1]) if source is None else decoded(received)
 
 
 _NOTHING = np.empty(0, np.uint8)

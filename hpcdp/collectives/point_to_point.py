@@ -62,13 +62,18 @@ def send(x: Array, dest: int, tag: int = 0, world: World | None = None) -> None:
         UnsupportedError: ``x`` is no such array, or ``dest`` no rank.
         ConfigError: the tag is not valid.
     """
-    isend(x, dest, tag, world).wait()
+    world = ranks_of(world)
+    ProgressEngine.of(world).run(*_sending(x, dest, tag, world))
 
 
 @accepts_tensors
 def isend(x: Array, dest: int, tag: int = 0, world: World | None = None) -> Operation[None]:
     """Start a `send`, whose arguments and errors it has; ``x`` may not change before the end."""
     world = ranks_of(world)
+    return ProgressEngine.of(world).start(*_sending(x, dest, tag, world))
+
+
+def _sending(x: Array, dest: int, tag: int, world: World) -> tuple[str, StepsTo[None], Array, list[int]]:
     dest, tag = checked_root("send", dest, world, "dest"), _checked_tag("send", tag)
     host = movable("send", x)
     follows = host.nbytes > SHORT_NBYTES
@@ -81,7 +86,7 @@ def isend(x: Array, dest: int, tag: int = 0, world: World | None = None) -> Oper
         data = [comm.isend(bytes_of(host), dest, _tag(comm, tag, 1))] if follows else []
         yield [*data, comm.isend_whole(message, dest, _tag(comm, tag, 0))]
 
-    return ProgressEngine.of(world).start(f"send to rank {dest}", steps(), x, [dest])
+    return f"send to rank {dest}", steps(), x, [dest]
 
 
 @accepts_tensors
@@ -103,13 +108,20 @@ def recv(out: Array | None = None, source: int | None = 0, tag: int = 0, world: 
         UnsupportedError: ``out`` is no writeable array, or ``source`` no rank.
         ConfigError: the tag is not valid.
     """
-    return irecv(out, source, tag, world).wait()
+    world = ranks_of(world)
+    return ProgressEngine.of(world).run(*_receiving(out, source, tag, world))
 
 
 @accepts_tensors
 def irecv(out: Array | None = None, source: int | None = 0, tag: int = 0, world: World | None = None) -> Operation[Any]:
     """Start a `recv`, whose arguments and errors it has; ``wait()`` returns its result."""
     world = ranks_of(world)
+    return ProgressEngine.of(world).start(*_receiving(out, source, tag, world))
+
+
+def _receiving(
+    out: Array | None, source: int | None, tag: int, world: World
+) -> tuple[str, StepsTo[Any], Array | None, list[int]]:
     tag = _checked_tag("recv", tag)
     if source is not None:
         source = checked_root("recv", source, world, "source")
@@ -130,7 +142,7 @@ def irecv(out: Array | None = None, source: int | None = 0, tag: int = 0, world:
             inbox.drop(receive)
 
     name = "recv from any rank" if source is None else f"recv from rank {source}"
-    return ProgressEngine.of(world).start(name, steps(), out, [] if source is None else [source])
+    return name, steps(), out, [] if source is None else [source]
 
 
 @accepts_tensors

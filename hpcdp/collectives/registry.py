@@ -104,37 +104,13 @@ class Algorithm:
         finally:
             watchdog.leave(watched)
 
-    def bound(
-        self, world: World, call: Call, x: np.ndarray, op: Reduction
-    ) -> Callable[[World, np.ndarray], None] | None:
+    def bound(self, world: World, call: Call, x: np.ndarray, *others: object) -> Callable[..., bool] | None:
         """Return `run` for arrays like ``x``, which has run before, as one kernel call; None without such a kernel.
 
-        Everything that does not change from call to call is looked up here. The watchdog sees a call only if it waits
-        longer than the kernel does, a fraction of a second.
+        It returns False if `run` is needed; see `intra_node.BoundExchange.direct_call`.
         """
-        exchange = None if self.bind is None or world.size == 1 else self.bind(x, op, world, call)
-        if exchange is None:
-            return None
-        kernel, done, resume, memory = exchange
-        progress = ProgressEngine.of(world)
-        watchdog, calls, active = progress.watchdog, progress.calls, progress.active
-
-        def run(world: World, x: np.ndarray) -> None:
-            if world.meetings or active.running or not memory.is_patient:
-                self.run(world, call, x, op)
-                return
-            watchdog.calls += 1
-            calls.number += 1
-            met = kernel(x)
-            if met != done:
-                watched = call.operation, x
-                watchdog.enter(watched)
-                try:
-                    resume(met, kernel, x, call)
-                finally:
-                    watchdog.leave(watched)
-
-        return run
+        exchange = None if self.bind is None or world.size == 1 else self.bind(x, *others, world, call)
+        return None if exchange is None else exchange.direct_call(world, call)
 
 
 def _one_after_another(first: Steps, second: Steps) -> Steps:
@@ -192,26 +168,31 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
     "reduce_scatter": _by_name(
         _flat("reference", naive.reduce_scatter),
         Algorithm("native", None, mpi_native.reduce_scatter, any_monoid=False),
-        _shared(intra_node.reduce_scatter, intra_node.reduce_scatter_steps, any_monoid=False),
+        _shared(
+            intra_node.reduce_scatter,
+            intra_node.reduce_scatter_steps,
+            any_monoid=False,
+            bind=intra_node.bound_allreduce,
+        ),
         _flat("ring", ring.reduce_scatter),
         _flat("halving_doubling", halving_doubling.reduce_scatter),
     ),
     "allgather": _by_name(
         _flat("reference", naive.allgather),
         Algorithm("native", None, mpi_native.allgather),
-        _shared(intra_node.allgather, intra_node.allgather_steps),
+        _shared(intra_node.allgather, intra_node.allgather_steps, bind=intra_node.bound_allgather),
         _flat("ring", ring.allgather),
     ),
     "broadcast": _by_name(
         _flat("reference", naive.broadcast),
         Algorithm("native", None, mpi_native.broadcast),
-        _shared(intra_node.broadcast, intra_node.broadcast_steps),
+        _shared(intra_node.broadcast, intra_node.broadcast_steps, bind=intra_node.bound_broadcast),
         _flat("tree", tree.broadcast),
     ),
     "reduce": _by_name(
         _flat("reference", naive.reduce),
         Algorithm("native", None, mpi_native.reduce, spares_input=True, any_monoid=False),
-        _shared(intra_node.reduce, intra_node.reduce_steps, any_monoid=False),
+        _shared(intra_node.reduce, intra_node.reduce_steps, any_monoid=False, bind=intra_node.bound_reduce),
         _flat("tree", tree.reduce),
     ),
 }

@@ -322,7 +322,6 @@ _FOLD, _RESULT = 0, 1
 """The lanes of messages from ranks beyond a power of two to their partner, and back."""
 _TEXT_NBYTES = 1 << 10
 _MOST_SIDES = 64
-_LEAST_COUNTS = 16
 _SUM = resolve("counts", "sum", np.dtype(np.int64))
 _BY_MESSAGES_FIRST = 16
 """Calls of a node's ranks that are compared by messages first: a program with few calls needs no compiled kernels."""
@@ -376,9 +375,6 @@ class InMemory:
         self.state = self.exchange.state_of(memory.rank, memory.patience)
         self.arrival = _Arrival(memory, self.counters, self.state)
         self._texts = memory.alloc((memory.size, _TEXT_NBYTES), np.uint8)
-        # A rank that writes to a half again has waited for all ranks in the exchange between.
-        self._board = memory.alloc((2, memory.size, max(memory.size, _LEAST_COUNTS)), np.int64)
-        self._half = 0
         self._meet, self._done = self.exchange.meet, self.exchange.DONE
         self._different = self.exchange.DIFFERENT
         self.is_patient = True
@@ -411,26 +407,6 @@ class InMemory:
             if met == self._different:
                 yield from self.difference(call)
             yield [self.arrival]
-
-    def gather(self, call: Call, counts: np.ndarray, then: Callable[[np.ndarray], StepsTo[T]]) -> StepsTo[T]:
-        """Return resumable steps that gather counts and continue in one exchange; see `Calls.gather`."""
-        return self._gathered(call, counts, then, self.begin())
-
-    def _gathered(
-        self, call: Call, counts: np.ndarray, then: Callable[[np.ndarray], StepsTo[T]], ticket: int
-    ) -> StepsTo[T]:
-        yield from self.turn(ticket, patient=False)
-        try:
-            most, pieces = self._board.shape[2], []
-            for first in range(0, max(counts.size, 1), most):
-                piece, board = counts[first : first + most], self._board[self._half]
-                board[self.memory.rank, : piece.size] = piece
-                yield from self._arrive(call)
-                pieces.append(board[:, : piece.size].copy())
-                self._half = 1 - self._half  # not reached after mismatched calls
-            return (yield from then(np.concatenate(pieces, axis=1)))
-        finally:
-            self.end()
 
     def begin(self) -> int:
         """Return the ticket of an exchange, which runs after all earlier ones."""
@@ -694,20 +670,17 @@ class Calls:
         return (self.messages if self.memory is None else self.memory).steps(call)
 
     def gather(self, call: Call, counts: np.ndarray, then: Callable[[np.ndarray], StepsTo[T]]) -> StepsTo[T]:
-        """Return resumable steps that compare ``call`` as `steps` does, gather every rank's ``counts``, and continue.
+        """Return resumable steps that compare ``call`` by messages, gather every rank's ``counts``, and continue.
 
         Args:
             call: the call.
             counts: shape ``(k,)``, int64; k is equal on all ranks that make the same call.
-            then: returns the steps that follow, given shape ``(n, k)``, the counts by rank. If calls are compared in
-                memory, they may use its counters too.
+            then: returns the steps that follow, given shape ``(n, k)``, the counts by rank.
 
         Returns:
             Steps that return the result of those that follow.
         """
         self.number += 1
-        if self.memory is not None:
-            return self.memory.gather(call, counts, then)
         gathered = np.zeros((self._size, counts.size), np.int64)
         gathered[self._rank] = counts
         exchange = self.messages.steps(call, gathered.reshape(-1), _SUM)

@@ -321,12 +321,22 @@ class ProgressEngine:
             raise failure
         return operation
 
-    def run(self, name: str, steps: StepsTo[T], x: object) -> T:
-        """Run an algorithm to its end, while operations that are in progress go on; return its result."""
+    def run(self, name: str, steps: StepsTo[T], x: object, peers: Sequence[int] | None = None) -> T:
+        """Run an algorithm to its end, while operations that are in progress go on; return its result.
+
+        Arguments as for `start`.
+        """
         if self.active.running:
-            return self.start(name, steps, x).wait()
-        with self.watchdog.watching(name, x):
+            return self.start(name, steps, x, peers).wait()
+        if peers is None:
+            with self.watchdog.watching(name, x):
+                return run_until_complete(steps)
+        call = name, x, list, OWN, *peers
+        self.watchdog.enter(call)
+        try:
             return run_until_complete(steps)
+        finally:
+            self.watchdog.leave(call)
 
     def finish(self) -> None:
         """Block until no operation is in progress; needed before a blocking call, during which none would progress."""

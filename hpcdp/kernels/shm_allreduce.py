@@ -152,8 +152,10 @@ def wait_all(counters: np.ndarray, n: int, target: int, spins: int, timeout_ns: 
     return True
 
 
-NOT_YET, DONE, DIFFERENT = 0, 1, 2
-"""Return values of an exchange: a peer was late (repeat the call to resume), done, or mismatched calls."""
+NOT_YET, DONE, DIFFERENT, CHANGED = 0, 1, 2, 3
+"""Return values of an exchange: a peer was late (repeat the call to resume), done, mismatched calls, or other counts
+than expected.
+"""
 
 SEQUENCE, HALF, POSITION, PHASE, ME, SPINS, SLEEP_NS = range(7)
 STATE_LENGTH = 8
@@ -356,12 +358,10 @@ def sum_by_owners(staging, counters, state, kind, prescale, divisor, factor, x):
 
 
 @kernel()
-def share(x, first, last, staging, counters, n, state, kind):  # type: ignore[no-untyped-def]
+def share(first, last, staging, counters, n, state, kind, x):  # type: ignore[no-untyped-def]
     """Gather an array on all ranks: each stages its own shard, waits for all and copies the others'.
 
     Args:
-        x: shape ``(nbytes,)``, uint8, contiguous; consists of the ranks' shards, of which this rank has written its
-            own.
         first: first element of this rank's shard.
         last: end of this rank's shard.
         staging: shape ``(2, chunk)``, uint8, shared.
@@ -369,6 +369,8 @@ def share(x, first, last, staging, counters, n, state, kind):  # type: ignore[no
         n: as for `meet`.
         state: as for `meet`.
         kind: as for `meet`.
+        x: shape ``(nbytes,)``, uint8, contiguous; consists of the ranks' shards, of which this rank has written its
+            own.
 
     Returns:
         `NOT_YET`, `DONE` or `DIFFERENT`.
@@ -393,27 +395,19 @@ def share(x, first, last, staging, counters, n, state, kind):  # type: ignore[no
             return DONE
 
 
-@kernel()
-def exchange(sent, received, firsts, ends, longest, staging, counters, n, state, kind):  # type: ignore[no-untyped-def]
-    """Move a block of bytes from every rank to every other: each stages its data, waits for all and copies its blocks.
+@njit(inline="always")
+def _announce(counts, board, staging, counters, state, kind, sent):  # type: ignore[no-untyped-def]
+    if state[PHASE] == 0:
+        _copy(board[state[HALF], state[ME], : counts.size], counts)
+        mine = sent[: staging.shape[2]]
+        _copy(staging[state[HALF], state[ME], : mine.size], mine)
+        _arrive(counters, state, kind)
+    return _all_arrived(counters, staging.shape[1], state, kind)
 
-    Args:
-        sent: shape ``(nbytes,)``, uint8, contiguous; this rank's data, with the blocks for all ranks.
-        received: shape ``(ends[n],)``, uint8, contiguous; gets the blocks for this rank in the order of the senders,
-            but not its own.
-        firsts: shape ``(n,)``, int64; the position in each rank's data at which its block for this rank begins.
-        ends: shape ``(n + 1,)``, int64; the limits of the blocks in ``received``.
-        longest: the largest ``sent.size`` of any rank.
-        staging: shape ``(2, n, chunk)``, uint8, shared.
-        counters: as for `meet`.
-        n: as for `meet`.
-        state: as for `meet`.
-        kind: as for `meet`.
 
-    Returns:
-        `NOT_YET`, `DONE` or `DIFFERENT`.
-    """
-    chunk, me = staging.shape[2], state[ME]
+@njit(inline="always")
+def _move(firsts, ends, longest, staging, counters, state, kind, sent, received):  # type: ignore[no-untyped-def]
+    n, chunk, me = staging.shape[1], staging.shape[2], state[ME]
     while True:
         start = state[POSITION]
         half = staging[state[HALF]]
@@ -424,14 +418,82 @@ def exchange(sent, received, firsts, ends, longest, staging, counters, n, state,
         met = _all_arrived(counters, n, state, kind)
         if met != DONE:
             return met
-        for distance in range(1, n):
+        for distance in range(n):
             rank = (me + distance) % n  # ranks read from different neighbours at a time
             first = firsts[rank]
             lo, hi = max(first, start), min(first + ends[rank + 1] - ends[rank], start + chunk)
             if lo < hi:
                 begin = ends[rank] + lo - first
-                _copy(received[begin : begin + hi - lo], half[rank, lo - start : hi - start])
+                block = sent[lo:hi] if rank == me else half[rank, lo - start : hi - start]
+                _copy(received[begin : begin + hi - lo], block)
         _finish_chunk(state, start + chunk)
         if state[POSITION] >= longest:
             state[POSITION] = 0
             return DONE
+
+
+@kernel()
+def announce(counts, board, staging, counters, state, kind, sent):  # type: ignore[no-untyped-def]
+    """Begin an `exchange`: gather the counts of all ranks, and stage the first data.
+
+    Args:
+        counts: shape ``(k,)``, int64; this rank's.
+        board: shape ``(2, n, most)``, int64, shared; gets the counts of all ranks.
+        staging: shape ``(2, n, chunk)``, uint8, shared.
+        counters: as for `meet`.
+        state: as for `meet`.
+        kind: as for `meet`.
+        sent: shape ``(nbytes,)``, uint8, contiguous; this rank's data.
+
+    Returns:
+        `NOT_YET`, `DONE` or `DIFFERENT`; if done, the ranks call `exchange` next, or `leave` if any cannot.
+    """
+    return _announce(counts, board, staging, counters, state, kind, sent)
+
+
+@kernel()
+def leave(state):  # type: ignore[no-untyped-def]
+    """End an exchange after its announcement, before anything was moved."""
+    if state[PHASE] == 1 and state[POSITION] == 0:
+        _finish_chunk(state, 0)
+
+
+@kernel()
+def exchange(firsts, ends, longest, staging, counters, state, kind, sent, received):  # type: ignore[no-untyped-def]
+    """Move a block of bytes from every rank to every rank, after `announce`, in pieces of the staging buffer's length.
+
+    Args:
+        firsts: shape ``(n,)``, int64; the position in each rank's data at which its block for this rank begins.
+        ends: shape ``(n + 1,)``, int64; the limits of the blocks in ``received``.
+        longest: the largest ``sent.size`` of any rank.
+        staging: as for `announce`.
+        counters: as for `announce`.
+        state: as for `announce`.
+        kind: as for `announce`.
+        sent: as for `announce`.
+        received: shape ``(ends[n],)``, uint8, contiguous; gets the blocks for this rank in the order of the senders.
+
+    Returns:
+        `NOT_YET`, `DONE` or `DIFFERENT`.
+    """
+    return _move(firsts, ends, longest, staging, counters, state, kind, sent, received)
+
+
+@kernel()
+def exchange_again(counts, known, firsts, ends, longest, board, staging, counters, state, kind, sent, received):  # type: ignore[no-untyped-def]
+    """Run `announce` and `exchange` if the counts of all ranks are ``known``, shape ``(n, k)``, int64.
+
+    Returns:
+        `NOT_YET`, `DONE` or `DIFFERENT`; `CHANGED` if some rank has announced other counts: then `announce` has been
+            run.
+    """
+    if state[POSITION] == 0:
+        met = _announce(counts, board, staging, counters, state, kind, sent)
+        if met != DONE:
+            return met
+        announced = board[state[HALF]]
+        for rank in range(known.shape[0]):
+            for i in range(known.shape[1]):
+                if announced[rank, i] != known[rank, i]:
+                    return CHANGED
+    return _move(firsts, ends, longest, staging, counters, state, kind, sent, received)

@@ -93,10 +93,15 @@ def test_algorithms_send_what_their_formulas_say(algorithm, messages, sent):
         if algorithm in ("ring", "bruck_allgather"):
             parts = np.zeros(50, np.uint8)
             parts[10 * world.rank :][:10] = world.rank
-            moved = blocks.allgather_blocks(parts, range(0, 51, 10), world.rank)
+            layout, data, received = (
+                blocks.allgather_layout(range(0, 51, 10), world.rank),
+                parts[10 * world.rank :][:10],
+                parts,
+            )
         else:
+            layout, received = blocks.alltoall_layout(np.full((5, 5), 10), world.rank), np.zeros(50, np.uint8)
             data = np.full(50, world.rank, np.uint8)
-            moved = blocks.alltoall_blocks(data, np.zeros(50, np.uint8), np.full((5, 5), 10), world.rank)
+        moved = blocks.Blocks(layout, data, received)
         moved.keep_own(world.rank)
         for stage in blocks.ALGORITHMS[algorithm](moved, world, 0):
             for request in stage:
@@ -118,9 +123,10 @@ def test_blocks_that_are_joined_by_node_arrive_as_by_the_specification(nodes, se
         results = []
         for algorithm in ("direct", "pairwise", "by_node", *["bruck"] * is_even):
             received = np.zeros(sizes[:, world.rank].sum(), np.uint8)
-            moved = blocks.alltoall_blocks(data[world.rank], received, sizes, world.rank)
+            layout = blocks.alltoall_layout(sizes, world.rank)
             if is_even:
-                moved = blocks.even_alltoall_blocks(data[world.rank], received, n, world.rank)
+                layout = blocks.even_alltoall_layout(3 * n, n, world.rank)
+            moved = blocks.Blocks(layout, data[world.rank], received)
             blocks.nodes_of(world)
             moved.keep_own(world.rank)
             run_until_complete(blocks.ALGORITHMS[algorithm](moved, world, 64 * len(results)))
@@ -365,3 +371,77 @@ def test_splits_that_do_not_fit_or_differ_are_refused(nodes):
             assert "splits" in str(differs.value)
 
     thread_comm.run(3, rank, nodes)
+
+
+def check_repeated(world, seed, long):
+    """Repeat calls of equal sizes, which are one kernel call each, with others between them on some ranks."""
+    n, me = world.size, world.rank
+    random = np.random.default_rng(seed)
+    for number in range(24):
+        rows = random.choice([2, 2, 2, 2, 0, 3, long], n, p=[0.2, 0.2, 0.2, 0.2, 0.1, 0.05, 0.05]).tolist()
+        splits = random.choice([1, 1, 1, 0, long // 4], (n, n), p=[0.3, 0.3, 0.3, 0.05, 0.05])
+        if number % 6 < 4:
+            rows, splits = [2] * n, np.ones((n, n), int)
+        parts = [np.full((count, 3), 100 * number + rank, "f4") for rank, count in enumerate(rows)]
+        sent = [np.arange(splits[rank].sum()) + 1000 * rank + number for rank in range(n)]
+        root, all_rows = number // 6 % n, np.concatenate(parts)
+        name = ("allgather", "gather", "scatter", "alltoall", "even")[int(random.integers(5))]
+        if random.integers(4) == 0:
+            hpcdp.iallreduce(np.ones(3), world=world).wait()
+        out = None
+        if name == "allgather":
+            got, wanted = hpcdp.allgather(parts[me], world), all_rows
+        elif name == "gather":
+            out = np.empty_like(all_rows) if me == root and number % 2 else None
+            got, wanted = hpcdp.gather(parts[me], root, world, out), all_rows if me == root else None
+        elif name == "scatter":
+            whole = all_rows if me == root else None
+            splits_of = rows if me == root else None
+            got, wanted = hpcdp.scatter(whole, root, world, splits_of), all_rows[sum(rows[:me]) : sum(rows[: me + 1])]
+        elif name == "alltoall":
+            got, counts = hpcdp.alltoall(sent[me], splits[me].tolist(), world)
+            assert counts.tolist() == splits[:, me].tolist()
+            blocks_of = [np.split(x, np.cumsum(splits[rank])[:-1]) for rank, x in enumerate(sent)]
+            wanted = np.concatenate([blocks_of[rank][me] for rank in range(n)])
+        else:
+            out = np.empty(n, int)
+            got = hpcdp.alltoall(np.arange(n) + 10 * me + number, None, world, out)
+            wanted = me + 10 * np.arange(n) + number
+        assert out is None or got is out
+        if wanted is None:
+            assert got is None
+        else:
+            np.testing.assert_array_equal(got, wanted)
+
+
+@settings(max_examples=15, deadline=None)
+@given(n=st.integers(1, 5), seed=st.integers(0, 10**6), nodes=st.sampled_from([None, None, 2]))
+def test_repeated_calls_follow_sizes_that_change_on_some_ranks(n, seed, nodes):
+    thread_comm.run(n, lambda world: check_repeated(world, seed, 100_000), nodes)
+
+
+@pytest.mark.mpi
+def test_real_ranks_repeat_calls():
+    for seed in range(8):
+        check_repeated(hpcdp.init(), seed, 300_000)
+
+
+def test_a_repeated_call_that_differs_is_an_error_and_the_next_one_works():
+    def rank(world):
+        n, me = world.size, world.rank
+        for number in range(9):
+            if number % 3 == 2:
+                with pytest.raises(MismatchError):
+                    hpcdp.allgather(np.zeros(2, "f4" if me else "f8"), world)
+                with pytest.raises(MismatchError):
+                    hpcdp.gather(np.zeros(2), 1 if me else 0, world)
+            assert hpcdp.allgather(np.full(2, me), world).tolist() == np.repeat(np.arange(n), 2).tolist()
+            assert (hpcdp.gather(np.full(2, me), 0, world) is None) == (me > 0)
+            x = np.full(3, me)
+            assert hpcdp.broadcast(x, n - 1, world).tolist() == [n - 1] * 3
+            assert hpcdp.reduce(np.full(3, 1.0), root=1, world=world).tolist() == [float(n if me == 1 else 1)] * 3
+            assert hpcdp.reduce_scatter(np.arange(float(n)), world=world).tolist() == [n * me]
+            whole = np.full(2 * n, me)
+            assert hpcdp.allgather(np.full(2, me), world, out=whole).tolist() == np.repeat(np.arange(n), 2).tolist()
+
+    thread_comm.run(3, rank)
