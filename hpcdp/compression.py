@@ -20,7 +20,7 @@ import numpy as np
 
 from . import kernels
 from .core.arrays import Array, array_namespace, is_host
-from .core.checks import boolean, instance, number, one_of
+from .core.checks import boolean, choices, instance, number, one_of
 from .errors import ConfigError
 from .kernels.reference import num_blocks
 
@@ -375,7 +375,7 @@ class Compression:
             return cls._of_dict(given)
         if isinstance(given, tuple(CODECS.values())):
             return cls(given)
-        raise ConfigError("compression", expected=f"one of {', '.join(CODECS)}", got=repr(given))
+        raise ConfigError("compression", expected=choices(CODECS), got=repr(given))
 
     @classmethod
     def _of_dict(cls, given: Mapping[str, Any]) -> Compression:

@@ -157,9 +157,39 @@ def to_stderr(text: str) -> None:
     """Write a line to `sys.stderr` in one piece, at once.
 
     With PYTHONUNBUFFERED `print` writes the line's end separately, and mpirun may copy other ranks' output in between.
+    On a terminal a longer line is wrapped as by `wrapped`.
     """
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write(f"{wrapped(text, _columns())}\n")
     sys.stderr.flush()
+
+
+def wrapped(text: str, columns: int) -> str:
+    """Return a message of the commands, ``hpcdp: ...``, in lines of at most ``columns``; other texts unchanged.
+
+    The remedy begins a new line. A part in backquotes, such as a command, is not broken. 0 columns stand for no limit.
+    """
+    if not text.startswith("hpcdp") or "\n" in text or not 0 < columns < len(text):
+        return text
+    import re
+    import textwrap
+
+    space = "\N{NO-BREAK SPACE}"
+    whole = re.sub(r"`[^`]*`", lambda quoted: quoted[0].replace(" ", space), text)
+    facts, separator, remedy = whole.partition("; ")
+    lines = [
+        line
+        for part in (facts + separator.rstrip(), remedy)
+        for line in textwrap.wrap(part, columns, break_long_words=False, break_on_hyphens=False)
+    ]
+    return "\n".join(lines).replace(space, " ")
+
+
+def _columns() -> int:
+    """Return the width of the terminal that shows standard error; 0 if it goes to a file or another program."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError):
+        return 0
 
 
 def report_directly(text: str) -> None:
@@ -168,8 +198,10 @@ def report_directly(text: str) -> None:
     A buffer in place of `sys.stderr` is lost with the process: torch.distributed's `sys.excepthook` installs one and
     calls the hook that it has replaced. A stream with another target, such as a log file, also gets the line.
     """
-    stream, line = sys.stderr, f"{text}\n".encode(errors="backslashreplace")
-    data = line
+    stream = sys.stderr
+    with contextlib.suppress(Exception):
+        text = wrapped(text, _columns())
+    data = line = f"{text}\n".encode(errors="backslashreplace")
     with contextlib.suppress(Exception):
         stream.flush()  # earlier lines come first
     with contextlib.suppress(OSError):

@@ -134,7 +134,7 @@ class ConstantSchedule(Schedule):
     name = "constant"
 
     def __post_init__(self) -> None:
-        self.lr = number("argument", "constant lr", self.lr, least=0)
+        self.lr = number("ConstantSchedule", "lr", self.lr, least=0)
 
     def learning_rate(self, step: int) -> float:
         """See `Schedule.learning_rate`."""
@@ -151,9 +151,9 @@ class StepSchedule(Schedule):
     name = "step"
 
     def __post_init__(self) -> None:
-        self.lr = number("argument", "step lr", self.lr, least=0)
-        self.every = whole_number("argument", "step every", self.every, 1)
-        self.factor = number("argument", "step factor", self.factor, least=0)
+        self.lr = number("StepSchedule", "lr", self.lr, least=0)
+        self.every = whole_number("StepSchedule", "every", self.every, 1)
+        self.factor = number("StepSchedule", "factor", self.factor, least=0)
 
     def learning_rate(self, step: int) -> float:
         """See `Schedule.learning_rate`."""
@@ -170,13 +170,13 @@ class MultiStepSchedule(Schedule):
     name = "multistep"
 
     def __post_init__(self) -> None:
-        self.lr = number("argument", "multistep lr", self.lr, least=0)
-        where, steps = "multistep milestones", self.milestones
-        instance("argument", where, steps, Sequence, "a list of steps")
-        self.milestones = tuple(whole_number("argument", where, step, 1) for step in steps)
+        self.lr = number("MultiStepSchedule", "lr", self.lr, least=0)
+        where, steps = "milestones", self.milestones
+        instance("MultiStepSchedule", where, steps, Sequence, "a list of steps")
+        self.milestones = tuple(whole_number("MultiStepSchedule", where, step, 1) for step in steps)
         if list(self.milestones) != sorted(set(self.milestones)):
-            raise ConfigError("argument", where=where, expected="increasing steps", got=repr(steps))
-        self.factor = number("argument", "multistep factor", self.factor, least=0)
+            raise ConfigError("MultiStepSchedule", where=where, expected="increasing steps", got=repr(steps))
+        self.factor = number("MultiStepSchedule", "factor", self.factor, least=0)
 
     def learning_rate(self, step: int) -> float:
         """See `Schedule.learning_rate`."""
@@ -193,9 +193,9 @@ class ExponentialSchedule(Schedule):
     name = "exponential"
 
     def __post_init__(self) -> None:
-        self.lr = number("argument", "exponential lr", self.lr, least=0)
-        self.factor = number("argument", "exponential factor", self.factor, least=0)
-        self.every = whole_number("argument", "exponential every", self.every, 1)
+        self.lr = number("ExponentialSchedule", "lr", self.lr, least=0)
+        self.factor = number("ExponentialSchedule", "factor", self.factor, least=0)
+        self.every = whole_number("ExponentialSchedule", "every", self.every, 1)
 
     def learning_rate(self, step: int) -> float:
         """See `Schedule.learning_rate`."""
@@ -212,9 +212,9 @@ class CosineSchedule(Schedule):
     name = "cosine"
 
     def __post_init__(self) -> None:
-        self.lr = number("argument", "cosine lr", self.lr, least=0)
-        self.steps = whole_number("argument", "cosine steps", self.steps, 1)
-        self.final_lr = number("argument", "cosine final_lr", self.final_lr, least=0)
+        self.lr = number("CosineSchedule", "lr", self.lr, least=0)
+        self.steps = whole_number("CosineSchedule", "steps", self.steps, 1)
+        self.final_lr = number("CosineSchedule", "final_lr", self.final_lr, least=0)
 
     def learning_rate(self, step: int) -> float:
         """See `Schedule.learning_rate`."""
@@ -238,8 +238,8 @@ class WarmupSchedule(Schedule):
     def __post_init__(self) -> None:
         if not isinstance(self.schedule, Schedule):
             self.schedule = schedule_from_config(self.schedule)
-        self.steps = whole_number("argument", "warmup steps", self.steps, 1)
-        self.start = number("argument", "warmup start", self.start, least=0, most=1)
+        self.steps = whole_number("WarmupSchedule", "steps", self.steps, 1)
+        self.start = number("WarmupSchedule", "start", self.start, least=0, most=1)
 
     def learning_rate(self, step: int) -> float:
         """See `Schedule.learning_rate`."""
@@ -280,7 +280,7 @@ class Optimizer(Configurable, abc.ABC):
             self._check("lr", least=0)
 
     def _check(self, field: str, **limits: Any) -> None:
-        setattr(self, field, number("argument", f"{self.name} {field}", getattr(self, field), **limits))
+        setattr(self, field, number(type(self).__name__, field, getattr(self, field), **limits))
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of update ``step``, counted from 1.
@@ -291,7 +291,7 @@ class Optimizer(Configurable, abc.ABC):
         lr = self.lr.learning_rate(step) if isinstance(self.lr, Schedule) else self.lr
         if type(lr) is float and 0 <= lr < math.inf:  # avoids a call, because each update asks
             return lr
-        return number("argument", f"{self.name} lr", lr, least=0)
+        return number(type(self).__name__, "lr", lr, least=0)
 
     def take_config(self, config: dict[str, Any]) -> None:
         """Replace the settings in place by those of a ``config()`` of the same rule with the same state.
@@ -493,7 +493,7 @@ class SGD(Optimizer):
         self._check("weight_decay", least=0)
         if not isinstance(self.nesterov, bool) or (self.nesterov and self.momentum == 0.0):
             expected = "true with momentum > 0, or false"
-            raise ConfigError("argument", where="sgd nesterov", expected=expected, got=repr(self.nesterov))
+            raise ConfigError("SGD", where="nesterov", expected=expected, got=repr(self.nesterov))
 
     def state_names(self) -> tuple[str, ...]:
         """See `Optimizer.state_names`."""
@@ -662,6 +662,6 @@ def linear_scaling(lr: float, batch_size: int, base_batch_size: int = 256) -> fl
     Raises:
         ConfigError: a negative rate, or a size below 1.
     """
-    size = whole_number("argument", "linear_scaling batch_size", batch_size, 1)
-    base = whole_number("argument", "linear_scaling base_batch_size", base_batch_size, 1)
-    return number("argument", "linear_scaling lr", lr, least=0) * size / base
+    size = whole_number("linear_scaling", "batch_size", batch_size, 1)
+    base = whole_number("linear_scaling", "base_batch_size", base_batch_size, 1)
+    return number("linear_scaling", "lr", lr, least=0) * size / base

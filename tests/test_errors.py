@@ -1,5 +1,12 @@
+import fcntl
 import io
+import os
 import pickle
+import pty
+import struct
+import subprocess
+import sys
+import termios
 
 import numpy as np
 import pytest
@@ -16,6 +23,7 @@ from hpcdp.errors import (
     report_directly,
     shortened,
     to_stderr,
+    wrapped,
 )
 
 
@@ -155,3 +163,33 @@ def test_a_line_whose_parts_are_all_long_keeps_some_of_each():
     parts = {name: f"{name} " + name[0] * 900 for name in ("where", "expected", "got", "remedy")}
     line = str(HpcdpError("read", rank=3, **parts))
     assert len(line) <= LONGEST_LINE and all(name in line for name in parts)
+
+
+def test_a_long_message_fits_the_terminal_and_its_remedy_begins_a_line():
+    text = "hpcdp: launch: expected a program after --; add it, e.g. `hpcdp launch -n 2 -- python train.py --epochs 3`"
+    assert wrapped(text, 60).splitlines() == [
+        "hpcdp: launch: expected a program after --;",
+        "add it, e.g.",
+        "`hpcdp launch -n 2 -- python train.py --epochs 3`",
+    ]
+    assert wrapped(text, 0) == wrapped(text, len(text)) == text
+    assert wrapped(f"{text}\n  a stack", 60) == f"{text}\n  a stack"
+
+
+def test_only_a_terminal_changes_a_message():
+    terminal, screen = pty.openpty()
+    fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("4H", 24, 40, 0, 0))
+    program = """
+from hpcdp.errors import report_directly, to_stderr
+for say in to_stderr, report_directly:
+    say("hpcdp: " + "word " * 9)
+"""
+    shown = subprocess.run([sys.executable, "-c", program], stderr=screen, timeout=60)
+    os.close(screen)
+    assert shown.returncode == 0
+    assert (
+        os.read(terminal, 1000).decode().splitlines() == ["hpcdp: word word word word word word", "word word word"] * 2
+    )
+    os.close(terminal)
+    piped = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, timeout=60)
+    assert piped.stderr == ("hpcdp: " + "word " * 9 + "\n") * 2

@@ -550,8 +550,8 @@ def pairs_of(heads: Any, head_grads: Any) -> list[tuple[Tensor, Array]]:
         if head.node is None and head.grad_req == "null":
             raise HpcdpError(
                 "backward",
-                expected="a head computed from attached tensors while recording",
-                got=f"a tensor of shape {head.shape} that is not on the tape",
+                expected="a tensor computed from parameters or tensors with attach_grad(), while recording",
+                got=f"a tensor of shape {head.shape} that was not recorded",
                 remedy="compute it inside `with autograd.record():`",
             )
         with on_device_of(head.data):

@@ -608,7 +608,7 @@ def check(settings: Settings, world: World) -> None:
     if settings.benchmark in REDUCING:
         check_name("op", settings.op, OPS)
     if settings.benchmark in ROOTED:
-        expected = f"a rank, 0 to {world.size - 1}"
+        expected = f"a rank from 0 to {world.size - 1}"
         whole_number("bench --root-rank", None, settings.root, 0, world.size - 1, expected=expected)
     if settings.plot and world.size < 2:
         raise ConfigError("bench --plot", expected="2 ranks or more", got="1")

@@ -714,7 +714,8 @@ def show(world: World) -> None:
     table = registry.loaded(world)
     where = on_rank_0(world.comm, lambda: str(registry.path(registry.fingerprint(world))))
     if table is None:
-        raise ConfigError("tune --show", where=where, expected="a table for these ranks", remedy="run hpcdp tune")
+        expected = "a table for these ranks"
+        raise ConfigError("tune --show", where=where, expected=expected, got="none", remedy="run hpcdp tune")
     several = len(table["fingerprint"]["ranks_per_node"]) > 1
     _say(world, [f"# {where}", *_fingerprint_lines(table)])
     _say(world, _comments([*describe(registry.machine(world), several), _GAIN_IS]))

@@ -190,11 +190,11 @@ class Filling:
         if self._error is not None:
             raise self._error
         if strict and (self.missing or self.left_over):
-            both = (("missing", self.missing), ("left over", self.left_over))
-            wrong = [f"{listed(names)} {what}" for what, names in both if names]
+            both = (("only in into", self.missing), ("only in the checkpoint", self.left_over))
+            wrong = [f"{listed(names)} {where}" for where, names in both if names]
             raise ConfigError(
-                "restore", expected="the names of the checkpoint", got=", ".join(wrong),
-                remedy="pass strict=False to restore common names, or rename={old: new}",
+                "restore", expected="the same names in `into` and the checkpoint", got=", ".join(wrong),
+                remedy="pass strict=False to restore the common names, or rename={old: new}",
             )  # fmt: skip
 
     def check(self, path: Path) -> None:

@@ -175,8 +175,8 @@ def content_of(folder: Path) -> bytes:
             if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 return file.read()
     except OSError as error:
-        raise DataError("read the checkpoint", where=path, got=error.strerror) from error
-    raise DataError("read the checkpoint", where=path, got="Not a plain file")
+        raise DataError("read the checkpoint", where=path, expected="a file", got=error.strerror) from error
+    raise DataError("read the checkpoint", where=path, expected="a file", got="a folder or device")
 
 
 def parse(content: bytes, where: object) -> Manifest:

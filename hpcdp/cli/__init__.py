@@ -22,7 +22,7 @@ import hpcdp
 
 from ..core.checks import check_name
 from ..core.environment import end_early, fail, lead_nowhere
-from ..errors import ConfigError, DataError, HpcdpError, LaunchError, SaveError
+from ..errors import ConfigError, DataError, HpcdpError, LaunchError, SaveError, to_stderr
 
 if TYPE_CHECKING:
     from ..launch.parser import Parser
@@ -83,10 +83,11 @@ def _show_warning(
     line: str | None = None,
 ) -> None:
     """Print hpcdp's warnings, which concern the user, without their source line; print others as usual."""
-    text = f"hpcdp: {message}\n" if category is UserWarning else None
-    text = text or warnings.formatwarning(message, category, filename, lineno, line)
     with contextlib.suppress(OSError):
-        (file or sys.stderr).write(text)
+        if category is UserWarning:
+            to_stderr(f"hpcdp: {message}")
+        else:
+            (file or sys.stderr).write(warnings.formatwarning(message, category, filename, lineno, line))
 
 
 def _main(argv: Sequence[str]) -> int:

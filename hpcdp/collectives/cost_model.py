@@ -31,6 +31,7 @@ from functools import lru_cache
 import numpy as np
 
 from ..comm.tasks import LANES, MESSAGE_NBYTES
+from ..core.checks import choices
 from ..errors import UnsupportedError
 from . import halving_doubling, hierarchical, intra_node, tree
 
@@ -537,7 +538,7 @@ def predicted_s(
         UnsupportedError: no formula for this algorithm; lists the available ones.
     """
     if algorithm != "native" and algorithm not in _OURS[collective]:
-        valid = " or ".join(["native", *_OURS[collective]])
+        valid = choices(["native", *_OURS[collective]])
         raise UnsupportedError(f"predict {collective}", where="algorithm", expected=valid, got=repr(algorithm))
     if topology.ranks == 1:
         return 0.0

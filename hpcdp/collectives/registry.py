@@ -26,6 +26,7 @@ from ..comm import Reduction, World
 from ..comm.communicator import OPS, Steps
 from ..comm.consistency import Call, on_rank_0
 from ..comm.tasks import ProgressEngine, run_until_complete
+from ..core.checks import choices, nearest
 from ..core.files import own_part_of, replaced
 from ..errors import ConfigError, HpcdpError, UnsupportedError, reason, to_stderr
 from . import cost_model, halving_doubling, hierarchical, intra_node, mpi_native, naive, ring, tree
@@ -529,12 +530,16 @@ def find(
     if algorithm == "auto":
         algorithm = choose(collective, nbytes, dtype, op, world, blocks)
     if algorithm not in known or not (blocks or known[algorithm].steps):
-        valid = " or ".join(["auto", *(name for name in known if blocks or known[name].steps)])
-        raise UnsupportedError(collective, where="algorithm", expected=valid, got=repr(algorithm))
+        valid = ["auto", *(name for name in known if blocks or known[name].steps)]
+        close = nearest(algorithm, valid)
+        raise UnsupportedError(
+            collective, where="algorithm", expected=choices(valid), got=repr(algorithm),
+            remedy=close and f"did you mean {close!r}?",
+        )  # fmt: skip
     chosen = known[algorithm]
     if op is not None and not (op.named or chosen.any_monoid):
         raise UnsupportedError(
-            collective, where=f"algorithm={algorithm!r}", expected=" or ".join(OPS), got=f"the monoid {op.name!r}",
+            collective, where=f"algorithm={algorithm!r}", expected=choices(OPS), got=f"the monoid {op.name!r}",
             remedy="use algorithm='auto'",
         )  # fmt: skip
     return chosen

@@ -180,7 +180,7 @@ def checked_root(operation: str, root: int, world: World, where: str = "root") -
     except TypeError:
         rank = -1
     if not 0 <= rank < world.size:
-        raise UnsupportedError(operation, where=where, expected=f"a rank, 0 to {world.size - 1}", got=repr(root))
+        raise UnsupportedError(operation, where=where, expected=f"a rank from 0 to {world.size - 1}", got=repr(root))
     return rank
 
 

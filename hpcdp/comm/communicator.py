@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from ..core.arrays import Array, is_float, is_half
+from ..core.checks import choices
 from ..errors import LaunchError, MismatchError, UnsupportedError
 
 OPS = ("sum", "mean", "min", "max", "prod")
@@ -155,7 +156,7 @@ def resolve(
     if isinstance(op, Monoid):
         return Reduction(op.name, _by_monoid(op), named=False)
     if not isinstance(op, str) or op not in OPS:
-        raise UnsupportedError(operation, where="op", expected=" or ".join([*OPS, "a Monoid"]), got=repr(op))
+        raise UnsupportedError(operation, where="op", expected=f"{choices(OPS)}, or a Monoid", got=repr(op))
     if op == "mean" and not is_float(dtype) and dtype.kind != "c":
         raise UnsupportedError(
             operation, where="op", expected="a float dtype for op='mean'", got=dtype.name, remedy="use op='sum'"

@@ -324,7 +324,9 @@ class World:
         """
         if self.divide is None:
             raise ConfigError("subset", expected="a world of workers", got="a world with servers")
-        members = sorted(whole_number("subset", "ranks", rank, 0, self.size - 1) for rank in ranks)
+        last = self.size - 1
+        valid = f"ranks from 0 to {last}"
+        members = sorted(whole_number("subset", "ranks", rank, 0, last, expected=valid) for rank in ranks)
         if len(set(members)) != len(members) or self.rank not in members:
             raise ConfigError(
                 "subset", where="ranks", expected=f"different ranks, with this rank {self.rank}", got=members,

@@ -122,10 +122,26 @@ def lengths(operation: str, where: str, value: object, axes: Collection[str], le
 def one_of(
     operation: str, where: str | None, value: object, names: Collection[str], *, expected: str | None = None
 ) -> str:
-    """Return one of a few ``names``; `check_name` also suggests the nearest."""
+    """Return one of a few ``names``; the error suggests the nearest."""
     if isinstance(value, str) and value in names:
         return value
-    raise ConfigError(operation, where=where, expected=expected or f"one of {', '.join(names)}", got=repr(value))
+    close = nearest(value, names)
+    raise ConfigError(
+        operation, where=where, expected=expected or choices(names), got=repr(value),
+        remedy=close and f"did you mean {close!r}?",
+    )  # fmt: skip
+
+
+def choices(names: Iterable[object]) -> str:
+    """Return the ``expected`` of an error where one of these names is valid."""
+    return f"one of {', '.join(map(str, names))}"
+
+
+def nearest(value: object, names: Iterable[str]) -> str | None:
+    """Return the valid name that a user may have misspelt as ``value``."""
+    import difflib  # late: every other module imports this one
+
+    return next(iter(difflib.get_close_matches(str(value).lower(), names, n=1)), None)
 
 
 def check_name(kind: str, name: object, valid: Iterable[str], where: object = None) -> None:
@@ -133,12 +149,10 @@ def check_name(kind: str, name: object, valid: Iterable[str], where: object = No
     valid = list(valid)
     if name in valid:
         return
-    import difflib  # late: every other module imports this one
-
-    close = difflib.get_close_matches(str(name).lower(), valid, n=1)
+    close = nearest(name, valid)
     raise ConfigError(
         f"unknown {kind} {name!r}", where=where,
-        remedy=(f"did you mean {close[0]!r}? " if close else "") + f"valid: {', '.join(valid)}",
+        remedy=(f"did you mean {close!r}? " if close else "") + f"valid: {', '.join(valid)}",
     )  # fmt: skip
 
 

@@ -191,7 +191,7 @@ def load(name: str, split: str = "train", root: str | Path | None = None, image_
         DataError: a file cannot be downloaded, is damaged, or differs from the published checksum.
     """
     one_of("data set", None, name, NAMES)
-    one_of("data set", name, split, SPLITS, expected=f"split {' or '.join(SPLITS)}")
+    one_of("data set", name, split, SPLITS, expected=f"a split, {' or '.join(SPLITS)}")
     if name == "shakespeare":
         if image_size is not None:
             raise ConfigError("data set", where=name, expected="no image_size for a text", got=image_size)

@@ -108,7 +108,7 @@ def check_settings(
     if update_on_kvstore is not None:
         expected = "None without a kvstore"
         raise ConfigError("Trainer", where="update_on_kvstore", expected=expected, got=repr(update_on_kvstore))
-    one_of("Trainer", "owner", owner, OWNERS, expected=" or ".join(OWNERS))
+    one_of("Trainer", "owner", owner, OWNERS)
     if clip_norm is not None:
         number("Trainer", "clip_norm", clip_norm, above=0, most=math.inf, expected="a positive norm")
     instance("Trainer", "overlap", overlap, (bool, type(None)), "True, False or None")

@@ -17,7 +17,7 @@ Each rank sends 2 (n - 1) messages and (n - 1) (k + 1) S / n bytes for k nodes h
 divides that of leaves and both are powers of two, and at worst about 2 log2(leaves).
 
 `ReproducibleSteps` does the rest: one BLAS thread, the same arithmetic on all ranks, layers that know their virtual
-shard, and running statistics that move once a step (docs/reproducibility.md gives the reasons).
+shard, and running statistics that move once per step (docs/reproducibility.md gives the reasons).
 
 Source: pairwise summation, as in Higham, "Accuracy and Stability of Numerical Algorithms", 2002, section 4.1.
 """
@@ -165,7 +165,7 @@ class DeterministicReduction(HierarchicalReduction):
 
     Args:
         ranks, params: see `HierarchicalReduction`.
-        num: number of virtual shards of a global batch, at least one a rank.
+        num: number of virtual shards of a global batch, at least one per rank.
     """
 
     is_deterministic = True

@@ -31,6 +31,7 @@ from ..comm.tasks import LANES, TAGS, ProgressEngine, TaskGroup, in_lanes, segme
 from ..comm.watchdog import WatchedBarrier
 from ..compression import Codec, Compression, ErrorFeedback
 from ..core.arrays import Array
+from ..core.checks import choices
 from ..core.devices import Event, Stream, Streams, gpu
 from ..errors import DeviceError, UnsupportedError
 from . import reductions
@@ -195,7 +196,7 @@ class CodeStaging(Coder):
         streams: streams of this rank's GPU.
         shares: this rank's shards of the buckets.
         compression: the codec.
-        comm: the ranks that sum the same shards, one a node.
+        comm: the ranks that sum the same shards, one per node.
     """
 
     def __init__(self, streams: Streams, shares: Sequence[Share], compression: Compression, comm: Communicator) -> None:
@@ -374,7 +375,7 @@ class Direct:
     Args:
         streams: streams of this rank's GPU.
         num_buckets: the number of buckets.
-        comm: the ranks that sum the same shards, one a node; its messages take arrays on GPUs.
+        comm: the ranks that sum the same shards, one per node; its messages take arrays on GPUs.
     """
 
     def __init__(self, streams: Streams, num_buckets: int, comm: Communicator) -> None:
@@ -472,7 +473,7 @@ class _Posted:
 
 
 class GpuReduction(BucketReduction):
-    """Buckets on GPUs, one row a rank: summed inside the node by NCCL or CUDA IPC, between nodes by messages.
+    """Buckets on GPUs, one row per rank: summed inside the node by NCCL or CUDA IPC, between nodes by messages.
 
     Args:
         params: the parameters, all on one GPU, which is this thread's current device.
@@ -713,7 +714,7 @@ class GpuReduction(BucketReduction):
 def _require_sums_on_the_host(sizes: Sequence[RowSize]) -> None:
     odd = next((size.dtype for size in sizes if size.dtype.name not in SUMMED_KINDS), None)
     if odd is not None:
-        raise UnsupportedError("reduction over nodes", where="dtype", expected=" or ".join(SUMMED_KINDS), got=odd)
+        raise UnsupportedError("reduction over nodes", where="dtype", expected=choices(SUMMED_KINDS), got=odd)
 
 
 def _padded(count: int, parts: int, dtype: np.dtype) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..comm import Communicator
 from ..comm.consistency import require_same
-from ..core.checks import instance, number
+from ..core.checks import instance, number, one_of
 from ..errors import ConfigError, StaleGradientError, listed, warn
 from .buckets import Parameter
 
@@ -48,8 +48,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         for name, valid in (("unused", UNUSED), ("nonfinite", NONFINITE)):
-            if getattr(self, name) not in valid:
-                raise ConfigError("Policy", where=name, expected=" or ".join(valid), got=repr(getattr(self, name)))
+            one_of("Policy", name, getattr(self, name), valid)
 
 
 def checked_policy(policy: object) -> Policy:

@@ -27,7 +27,7 @@ from ..comm.watchdog import Watchdog
 from ..compression import Compression
 from ..core import state as core_state
 from ..core.arrays import Array, from_host, is_cupy, is_host, to_host
-from ..core.checks import not_copied, same_names, whole_number
+from ..core.checks import choices, not_copied, same_names, whole_number
 from ..engine.engine import Trace, nvtx
 from ..errors import ConfigError, MismatchError, StaleGradientError, type_named, warn
 from ..nn import module
@@ -84,7 +84,7 @@ def trained(params: Sequence[Parameter], world: World | None) -> list[Parameter]
         raise ConfigError("Trainer", where="params", expected="at least one trainable parameter", got="none")
     for param in trainable:
         if str(param.data.dtype) not in _DTYPES:
-            raise ConfigError("Trainer", where=param.name, expected=" or ".join(_DTYPES), got=param.data.dtype)
+            raise ConfigError("Trainer", where=param.name, expected=choices(_DTYPES), got=param.data.dtype)
     twice = [name for name, number in Counter(param.name for param in trainable).items() if number > 1]
     if twice:
         raise ConfigError(
@@ -256,10 +256,9 @@ class MeanLosses:
         if size and self._warns:
             scale = "" if loss_scale == 1 else " * trainer.loss_scale"
             warn(
-                f"{operation}({count}): backward began with a single number, the mean over {size} losses, and "
-                f"{operation}() divides by the number of samples again, so the update is {size} times too small; call "
-                f"backward() on the losses, one a sample, or loss.backward(len(y){scale}), which is exact for uneven "
-                "batches, too"
+                f"{operation}({count}): backward() was called on the mean of {size} losses, and {operation}() divides "
+                f"by the number of samples again: the update is {size} times too small; call backward() on the loss "
+                f"of each sample, without a mean, or loss.backward(len(y){scale})"
             )
         return True
 

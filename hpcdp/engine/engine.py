@@ -31,7 +31,7 @@ from threading import get_ident
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
 
-from ..core.checks import not_copied, one_of, whole_number
+from ..core.checks import choices, not_copied, one_of, whole_number
 from ..errors import ConfigError, to_stderr
 from .scheduler import DeferredTask, Failure, Lane, Task, TaskSchedule, Variable, silent_bell, throw
 
@@ -521,7 +521,7 @@ class Engine:
         try:
             return self._schedule.lanes[name]
         except KeyError:
-            raise ConfigError("push", where="lane", expected=" or ".join(self._schedule.lanes), got=name) from None
+            raise ConfigError("push", where="lane", expected=choices(self._schedule.lanes), got=name) from None
 
     def _submit(self, task: Task, reads: Iterable[Variable], writes: Iterable[Variable]) -> None:
         try:

@@ -59,7 +59,7 @@ class Channel:
         self.banners = Banners()
         """The long messages of mpirun's daemons on failed ranks, kept back."""
         guard = shlex.join([sys.executable, "-P", "-c", _GUARD.format(str(_ROOT))])
-        self._both_ways, ssh_end = socket.socketpair()  # one descriptor a host, not two
+        self._both_ways, ssh_end = socket.socketpair()  # one descriptor per host, not two
         with ssh_end:
             self._ssh = subprocess.Popen(
                 [*SSH, *ALIVE, "--", host, f"exec {guard}"],

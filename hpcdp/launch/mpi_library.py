@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..core.checks import choices
 from ..core.environment import THREAD_VARIABLES, batch_system
 from ..core.files import who_else_may_write
 from ..errors import LaunchError
@@ -105,7 +106,7 @@ def find_mpirun(library: MpiLibrary, environ: Mapping[str, str] = os.environ) ->
     raise LaunchError(
         f"find the mpirun of {library.name}",
         where=library.path,
-        expected=" or ".join(_LAUNCHERS[library.family]),
+        expected=choices(_LAUNCHERS[library.family]),
         got="none beside the library, nor on PATH",
         remedy=_INSTALL,
     )

@@ -58,7 +58,7 @@ def alike(operation: str, x: Array, *others: Array | None, wide: bool = False) -
             operation,
             where="dtype",
             expected="float32 or float64 in native byte order, the same for all operands",
-            got=", ".join(str(operand.dtype) for operand in operands),
+            got=f"operands of {', '.join(str(operand.dtype) for operand in operands)}",
             remedy="convert the operands with astype",
         )
     return array_namespace(*operands)

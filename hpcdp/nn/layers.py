@@ -265,7 +265,7 @@ class BatchNorm(KeepsStatistics, Module):
 
     Training normalises with the mean and biased variance of the batch and updates the buffers ``running_mean`` and
     ``running_var``: ``running = momentum * running + (1 - momentum) * batch``. Prediction uses the buffers. Under a
-    reproducible `Trainer` the batch is a virtual shard. The running statistics are then updated once a step, by the
+    reproducible `Trainer` the batch is a virtual shard. The running statistics are then updated once per step, by the
     mean over all its samples and calls.
 
     Parameters ``gamma`` and ``beta`` and both buffers have shape ``(channels,)`` and stay float32 in 16-bit networks.

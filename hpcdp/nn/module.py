@@ -460,7 +460,10 @@ class Sequential(Module):
 
     def add(self, *modules: Module) -> None:
         """Append modules."""
-        for module in instances("Sequential", None, modules, Module, "modules"):
+        for module in modules:
+            if not isinstance(module, Module):
+                remedy = "pass them as arguments: Sequential(*modules)" if isinstance(module, list | tuple) else None
+                raise ConfigError("Sequential", expected="modules", got=repr(module), remedy=remedy)
             number = len(self)
             while hasattr(self, str(number)):  # an earlier module was deleted
                 number += 1

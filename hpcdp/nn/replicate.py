@@ -31,7 +31,7 @@ def moved(x: Tensor, device: Device) -> Tensor:
 
 
 class Replicas(Module):
-    """Network that computes each batch in pieces, one a device, with copies of its parameters there.
+    """Network that computes each batch in pieces, one per device, with copies of its parameters there.
 
     Parameters and gradients are those of ``net``, with gradients summed over the devices. A `Trainer`, checkpoints,
     `fit` and `evaluate` can therefore treat it as ``net``. Every call copies parameters, buffers and settings of

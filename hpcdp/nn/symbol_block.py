@@ -96,7 +96,9 @@ class SymbolBlock(Module):
         description, parameters = _files("load", path)
         try:
             content = json.loads(description.read_text())
-        except (OSError, ValueError, RecursionError) as error:
+        except OSError as error:
+            raise DataError("load", where=description, expected="an exported graph", got=error.strerror) from error
+        except (ValueError, RecursionError) as error:
             raise DataError("load", where=description, expected="an exported graph", got=error) from error
         graph, tensors = Reader(description, content).graph()
         arrays = hdf5.read_arrays(

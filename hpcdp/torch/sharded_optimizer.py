@@ -23,7 +23,7 @@ from ..collectives import allreduce
 from ..comm import World, init
 from ..comm.consistency import on_every_rank, require_same
 from ..core.arrays import from_host, to_host
-from ..core.checks import not_copied, whole_number
+from ..core.checks import choices, not_copied, whole_number
 from ..data_parallel import ShardedUpdate, sharded_update
 from ..data_parallel.buckets import Bucket, Slot
 from ..errors import ConfigError, MismatchError, NonFiniteGradientError, UnsupportedError
@@ -229,7 +229,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if optimizer_class not in _RULES:
             raise ConfigError(
                 "ShardedOptimizer", where="optimizer_class",
-                expected=" or ".join(f"torch.optim.{kind.__name__}" for kind in _RULES), got=repr(optimizer_class),
+                expected=choices(f"torch.optim.{kind.__name__}" for kind in _RULES), got=repr(optimizer_class),
                 remedy="wrap the model with owner='rank' to use another class",
             )  # fmt: skip
         if not isinstance(model, DistributedDataParallel) or model.owner != "shard" or model.backward_pass.awaits_step:

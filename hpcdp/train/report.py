@@ -389,7 +389,8 @@ def _shown(name: str) -> str:
 def _read(folder: Path, name: str) -> Run:
     path = folder / "metrics.jsonl"
     if not os.path.isfile(path):
-        raise ConfigError("report", where=folder, expected="a run folder with metrics.jsonl", got="no metrics.jsonl")
+        got = "no metrics.jsonl in it" if folder.is_dir() else "no such folder"
+        raise ConfigError("report", where=folder, expected="a run folder, which has a file metrics.jsonl", got=got)
     try:
         records = read_metrics(path)
         for number, record in enumerate(records, 1):

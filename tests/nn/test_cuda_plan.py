@@ -327,8 +327,9 @@ def test_what_cannot_be_captured_goes_without_and_says_why(gpu, network, operato
     with pytest.warns(RuntimeWarning) as told:
         found = net(x)
     assert [str(each.message) for each in told] == [
-        f"hybridize: {network.__name__} goes without a CUDA graph; CUDA graph [{operator}]: expected launches alone, "
-        "which wait for nothing, got RuntimeError: the current stream is capturing, so H2D transfers are disallowed"
+        f"hybridize: {network.__name__} runs without a CUDA graph; CUDA graph [{operator}]: expected "
+        "kernel launches that do not wait for the GPU, got RuntimeError: the current stream is capturing, so H2D "
+        "transfers are disallowed"
     ]
     same(found.data, plain(x).data)
     same(net(x).data, plain(x).data)
@@ -343,7 +344,7 @@ def test_without_memory_for_a_graph_it_goes_without(gpu, monkeypatch, part):
     net, plain = made(lambda: nn.Sequential(nn.Dense(6, 5), nn.BatchNorm(5)))
     compare(net, plain, arrays(3, 6))
     monkeypatch.setattr(Capturer, "capture" if part == "forward" else "__init__", refuses)
-    with pytest.warns(RuntimeWarning, match="Sequential goes without a CUDA graph; RuntimeError: cudaErrorMemoryAll"):
+    with pytest.warns(RuntimeWarning, match="Sequential runs without a CUDA graph; RuntimeError: cudaErrorMemoryAll"):
         compare(net, plain, arrays(3, 6, seed=1), 1)
     compare(net, plain, arrays(3, 6, seed=2), 2)
     assert not gpu.launches
@@ -360,7 +361,7 @@ def test_a_backward_that_cannot_be_captured(gpu, monkeypatch):
         return product(a, b, out)
 
     monkeypatch.setattr(F, "product", reads)
-    with pytest.warns(RuntimeWarning, match="backward goes without a CUDA graph; RuntimeError: the current stream is"):
+    with pytest.warns(RuntimeWarning, match="backward runs without a CUDA graph; RuntimeError: the current stream is"):
         compare(net, plain, arrays(3, 6, seed=2), 2)
     compare(net, plain, arrays(3, 6, seed=3), 3)
     assert len(gpu.launches) == 3

@@ -64,7 +64,7 @@ def test_it_travels_by_name():
         "name": "lars", "lr": 2.0, "momentum": 0.9, "nesterov": False, "weight_decay": 0.1, "trust": 0.001
     }  # fmt: skip
     assert optim.from_config(rule.config()) == rule
-    with raises(ConfigError, operation="argument", where="lars trust", expected=0, got=0):
+    with raises(ConfigError, operation="LARS", where="trust", expected=0, got=0):
         optim.LARS(lr=2.0, trust=0)
 
 
@@ -73,7 +73,7 @@ def test_the_rate_grows_with_the_batch():
     assert optim.linear_scaling(0.1, 32, base_batch_size=64) == pytest.approx(0.05)
     for wrong, where in (((-0.1, 32), "lr"), ((0.1, 0), "batch_size"), ((0.1, 32, 0), "base_batch_size"),
                          ((0.1, 32.5), "batch_size")):  # fmt: skip
-        with raises(ConfigError, operation="argument", where=f"linear_scaling {where}"):
+        with raises(ConfigError, operation="linear_scaling", where=where):
             optim.linear_scaling(*wrong)
 
 

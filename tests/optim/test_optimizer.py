@@ -98,7 +98,7 @@ def test_a_schedule_drives_the_rate() -> None:
     optimizer.lr = 3.0
     assert optimizer.learning_rate(99) == 3.0
     optimizer.lr = float("nan")
-    with raises(ConfigError, operation="argument", where="sgd lr"):
+    with raises(ConfigError, operation="SGD", where="lr"):
         optimizer.update(param, np.ones(1), {}, step=6)
 
 

@@ -97,22 +97,22 @@ def test_state_is_named_flat_and_zero() -> None:
 @pytest.mark.parametrize(
     ("make", "fields"),
     [
-        (lambda: optim.SGD(-0.1), {"where": "sgd lr", "expected": 0, "got": -0.1}),
-        (lambda: optim.SGD(float("nan")), {"where": "sgd lr", "got": "nan"}),
-        (lambda: optim.SGD(float("inf")), {"where": "sgd lr", "got": "inf"}),
-        (lambda: optim.SGD("0.1"), {"where": "sgd lr", "got": "'0.1'"}),
-        (lambda: optim.SGD(True), {"where": "sgd lr", "got": True}),
-        (lambda: optim.SGD(10**400), {"where": "sgd lr"}),
-        (lambda: optim.SGD([0.1]), {"where": "sgd lr"}),
-        (lambda: optim.SGD(0.1, momentum=9), {"where": "sgd momentum", "expected": [0, 1], "got": 9}),
-        (lambda: optim.SGD(0.1, nesterov=True), {"where": "sgd nesterov", "expected": 0}),
-        (lambda: optim.SGD(0.1, weight_decay=-1), {"where": "sgd weight_decay", "got": -1}),
-        (lambda: optim.Adam(beta2=1.0), {"where": "adam beta2"}),
-        (lambda: optim.AdamW(eps=-1.0), {"where": "adamw eps"}),
+        (lambda: optim.SGD(-0.1), {"operation": "SGD", "where": "lr", "expected": 0, "got": -0.1}),
+        (lambda: optim.SGD(float("nan")), {"operation": "SGD", "where": "lr", "got": "nan"}),
+        (lambda: optim.SGD(float("inf")), {"operation": "SGD", "where": "lr", "got": "inf"}),
+        (lambda: optim.SGD("0.1"), {"operation": "SGD", "where": "lr", "got": "'0.1'"}),
+        (lambda: optim.SGD(True), {"operation": "SGD", "where": "lr", "got": True}),
+        (lambda: optim.SGD(10**400), {"operation": "SGD", "where": "lr"}),
+        (lambda: optim.SGD([0.1]), {"operation": "SGD", "where": "lr"}),
+        (lambda: optim.SGD(0.1, momentum=9), {"operation": "SGD", "where": "momentum", "expected": [0, 1], "got": 9}),
+        (lambda: optim.SGD(0.1, nesterov=True), {"operation": "SGD", "where": "nesterov", "expected": 0}),
+        (lambda: optim.SGD(0.1, weight_decay=-1), {"operation": "SGD", "where": "weight_decay", "got": -1}),
+        (lambda: optim.Adam(beta2=1.0), {"operation": "Adam", "where": "beta2"}),
+        (lambda: optim.AdamW(eps=-1.0), {"operation": "AdamW", "where": "eps"}),
     ],
 )
 def test_wrong_values_are_refused(make, fields: dict[str, object]) -> None:
     from hpcdp.errors import ConfigError
 
-    with raises(ConfigError, operation="argument", **fields):
+    with raises(ConfigError, **fields):
         make()

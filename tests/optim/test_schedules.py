@@ -63,23 +63,23 @@ def test_warmup_scales_any_schedule_and_keeps_its_steps() -> None:
 @pytest.mark.parametrize(
     ("make", "fields"),
     [
-        (lambda: optim.ConstantSchedule(-1), {"operation": "argument", "where": "constant lr"}),
-        (lambda: optim.StepSchedule(0.1, 0), {"operation": "argument", "where": "step every", "expected": 1, "got": 0}),
-        (lambda: optim.StepSchedule(0.1, 2.5), {"operation": "argument", "where": "step every"}),
+        (lambda: optim.ConstantSchedule(-1), {"operation": "ConstantSchedule", "where": "lr"}),
+        (lambda: optim.StepSchedule(0.1, 0), {"operation": "StepSchedule", "where": "every", "expected": 1, "got": 0}),
+        (lambda: optim.StepSchedule(0.1, 2.5), {"operation": "StepSchedule", "where": "every"}),
         (
             lambda: optim.MultiStepSchedule(0.1, (5, 2)),
-            {"operation": "argument", "where": "multistep milestones", "got": (5, 2)},
+            {"operation": "MultiStepSchedule", "where": "milestones", "got": (5, 2)},
         ),
         (
             lambda: optim.MultiStepSchedule(0.1, 5),
-            {"operation": "argument", "where": "multistep milestones", "expected": "list", "got": 5},
+            {"operation": "MultiStepSchedule", "where": "milestones", "expected": "list", "got": 5},
         ),
-        (lambda: optim.CosineSchedule(0.1, 0), {"operation": "argument", "where": "cosine steps"}),
-        (lambda: optim.CosineSchedule(0.1, 5, math.nan), {"operation": "argument", "where": "cosine final_lr"}),
+        (lambda: optim.CosineSchedule(0.1, 0), {"operation": "CosineSchedule", "where": "steps"}),
+        (lambda: optim.CosineSchedule(0.1, 5, math.nan), {"operation": "CosineSchedule", "where": "final_lr"}),
         (lambda: optim.WarmupSchedule(0.1, 5), {"operation": "schedule", "expected": ["dict", "name"], "got": 0.1}),
         (
             lambda: optim.WarmupSchedule(optim.ConstantSchedule(1), 5, 1.5),
-            {"operation": "argument", "where": "warmup start", "expected": "[0, 1]"},
+            {"operation": "WarmupSchedule", "where": "start", "expected": "[0, 1]"},
         ),
     ],
 )
@@ -114,5 +114,5 @@ def test_a_variant_does_not_replace_what_it_varies(monkeypatch: pytest.MonkeyPat
 def test_a_rate_that_grows_beyond_all_numbers_is_refused_by_name(schedule: optim.Schedule) -> None:
     for rate in (schedule, optim.WarmupSchedule(schedule, 5)):
         assert optim.SGD(rate).learning_rate(50) > 1e-6
-        with raises(ConfigError, operation="argument", where="sgd lr", expected=0, got="inf"):
+        with raises(ConfigError, operation="SGD", where="lr", expected=0, got="inf"):
             optim.SGD(rate).learning_rate(100_000)

@@ -165,9 +165,9 @@ def test_a_run_that_was_killed_early_or_goes_on(epochs, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["none"], "expected a run folder with metrics.jsonl, got no metrics.jsonl"),
+        (["none"], "expected a run folder, which has a file metrics.jsonl, got no such folder"),
         (["a", "a/../a"], "expected each run once, got a duplicate"),
-        (["x" * 300], "expected a run folder with metrics.jsonl, got no metrics.jsonl"),
+        (["x" * 300], "expected a run folder, which has a file metrics.jsonl, got no such folder"),
         (["a", "-o", f"{'x' * 300}/all.html"], "xxx, got none"),
         (["torn"], "expected a file written by a run, got"),
         (["strange"], "expected a file written by a run, got a line that is not a record"),

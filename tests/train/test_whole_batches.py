@@ -238,7 +238,7 @@ def test_evaluate_refuses_data_that_differ_between_ranks(n):
             lambda world: nn.Dense(3, 3, weight_init="xavier"),
             {"operation": "parameter", "where": "weight_init", "got": "xavier"},
         ),
-        (lambda world: optim.LARS(lr=1.0, momentum=2.0), {"operation": "argument", "where": "lars momentum"}),
+        (lambda world: optim.LARS(lr=1.0, momentum=2.0), {"operation": "LARS", "where": "momentum"}),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line(call, fields):

@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from ...core.arrays import Array
+from ...core.checks import choices
 from ...core.devices import Streams, gpu
 from ...core.environment import apart
 from ...errors import ConfigError
@@ -75,7 +76,7 @@ def agreed(world: World) -> tuple[bool, str]:
 def _agree(world: World) -> tuple[bool, str]:
     setting = world.comm.allgather_json(os.environ.get(SETTING) or "auto")[0]
     if setting not in MESSAGES:
-        raise ConfigError("reduction", where=SETTING, expected=" or ".join(MESSAGES), got=repr(setting))
+        raise ConfigError("reduction", where=SETTING, expected=choices(MESSAGES), got=repr(setting))
     if setting == "direct" and world.rank == 0 and not library_says():
         warnings.warn(
             f"{SETTING}=direct, but the MPI library does not claim to take arrays in GPU memory: it may crash",

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...core.arrays import Array, words
+from ...core.checks import choices
 from ...core.devices import Event, Stream, Streams
 from ...errors import DeviceError, UnsupportedError
 from ...kernels.cuda import kernels
@@ -56,7 +57,7 @@ class CudaIpc:
     def __init__(self, comm: Communicator, memory: NodeMemory, streams: Streams, sizes: Sequence[RowSize]) -> None:
         unknown = next((size.dtype for size in sizes if size.dtype.name not in SUMMED_KINDS), None)
         if unknown is not None:
-            raise UnsupportedError("CUDA IPC", where="dtype", expected=" or ".join(SUMMED_KINDS), got=unknown)
+            raise UnsupportedError("CUDA IPC", where="dtype", expected=choices(SUMMED_KINDS), got=unknown)
         if comm.size > kernels.MAX_ROWS:
             expected = f"at most {kernels.MAX_ROWS} ranks that share a GPU"
             raise UnsupportedError("CUDA IPC", expected=expected, got=comm.size, remedy="start fewer ranks a node")

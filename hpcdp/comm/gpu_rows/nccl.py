@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from ...core.checks import choices
 from ...core.devices import Event, Streams
 from ...errors import DeviceError, UnsupportedError
 from ...kernels.cuda import kernels
@@ -260,7 +261,7 @@ def require_rows(sizes: Sequence[RowSize], most: int = THINGS) -> None:
     """Raise `UnsupportedError` if NCCL lacks a dtype, or there are more than ``most`` rows."""
     unknown = next((size.dtype for size in sizes if size.dtype.name not in _KINDS), None)
     if unknown is not None:
-        raise UnsupportedError("NCCL", where="dtype", expected=" or ".join(_KINDS), got=unknown)
+        raise UnsupportedError("NCCL", where="dtype", expected=choices(_KINDS), got=unknown)
     if len(sizes) > most:
         raise UnsupportedError("NCCL", expected=f"at most {most} rows", got=len(sizes))
 

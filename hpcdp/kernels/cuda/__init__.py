@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ...core.arrays import Array, dtype_name
+from ...core.checks import choices
 from ...core.files import data_folder
 from ...errors import UnsupportedError
 
@@ -87,7 +88,7 @@ def check(operation: str, dtypes: tuple[str, ...], count: int, *arrays: Array) -
     dtype = arrays[0].dtype
     name = dtype_name(dtype)
     if name not in dtypes:
-        raise UnsupportedError(operation, where="dtype", expected=" or ".join(dtypes), got=name)
+        raise UnsupportedError(operation, where="dtype", expected=choices(dtypes), got=name)
     for x in arrays:
         if x.dtype != dtype or x.size != count or not x.flags.c_contiguous:
             layout = "contiguous" if x.flags.c_contiguous else f"strides {x.strides}"

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ...core.arrays import Array, array_namespace, is_bfloat16, is_cupy
+from ...core.checks import choices
 from ...errors import DeviceError, UnsupportedError
 
 _AS_IT_IS, _TURNED = 0, 1
@@ -107,7 +108,7 @@ class Cublas:
         """See the function `matmul`."""
         xp, dtype = self._cupy, np.promote_types(a.dtype, b.dtype)
         if str(dtype) not in _TYPES:
-            raise UnsupportedError("matmul", where="dtype", expected=" or ".join(_TYPES), got=dtype)
+            raise UnsupportedError("matmul", where="dtype", expected=choices(_TYPES), got=dtype)
         if dtype.itemsize == 2 and max(a.ndim, b.ndim) > 2:  # as above, and as CuPy does with float16
             product: Array = self.matmul(a.astype(np.float32), b.astype(np.float32), None).astype(dtype)
         else:

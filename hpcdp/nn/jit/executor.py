@@ -527,7 +527,7 @@ class CudaPlan:
             with contextlib.nullcontext() if node.is_recorded or not modes.recording else pause(modes.training):
                 result = call(node, operands, CALLS)
         except Exception as error:
-            expected = "launches alone, which wait for nothing"
+            expected = "kernel launches that do not wait for the GPU"
             got = f"{type(error).__name__}: {error}"
             raise UnsupportedError("CUDA graph", where=node.operator, expected=expected, got=got) from error
         listed = result if isinstance(result, tuple) else (result,)
@@ -537,7 +537,7 @@ class CudaPlan:
 def warn_without_graph(name: str, error: Exception) -> None:
     """Warn that ``what``, a module or its backward, runs without a CUDA graph; results are the same."""
     problem = str(error) if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}"
-    warnings.warn(f"hybridize: {name} goes without a CUDA graph; {problem}", RuntimeWarning, stacklevel=2)
+    warnings.warn(f"hybridize: {name} runs without a CUDA graph; {problem}", RuntimeWarning, stacklevel=2)
 
 
 class _Backward:

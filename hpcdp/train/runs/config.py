@@ -401,7 +401,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     try:
         settings = files.read_toml(path)
     except OSError as error:
-        raise ConfigError("read the configuration", where=path, got=error.strerror) from error
+        raise ConfigError("read the configuration", where=path, expected="a TOML file", got=error.strerror) from error
     except ValueError as error:
         raise ConfigError("read the configuration", where=path, expected="a TOML file", got=error) from error
     for key, value in settings.items():

@@ -304,8 +304,8 @@ def _closing_lines(result: dict[str, Any], checkpoints: Checkpoints, folder: Run
     run_dir, stopped = result["run_dir"], checkpoints.stopped
     if stopped is not None:
         return (
-            f"stopped early after step {stopped.position.total} ({stopped.reason}): a checkpoint is in "
-            f"{run_dir}/{CHECKPOINTS}\nresume with    hpcdp train --resume {shlex.quote(str(run_dir))}"
+            f"stopped early  after step {stopped.position.total} ({stopped.reason})\n"
+            f"checkpoint     {run_dir}/{CHECKPOINTS}\nresume with    hpcdp train --resume {shlex.quote(str(run_dir))}"
         )
     if not result["records"]:  # the newest checkpoint is damaged, and the one before has enough epochs
         return _at_its_end(run_dir)
@@ -465,7 +465,7 @@ def _store_lines(trainer: BaseTrainer, last: Record) -> list[tuple[str, str]]:
     lines = [("store", f"{trainer.store.kind}, {who} updates")]
     if "staleness_mean" in last:
         pushes = f"{last['staleness_mean']:.1f} pushes, at most {last['staleness_max']:.0f}; held back for "
-        pushes += f"{last['waited_s']:.2f} s a rank; {last['sent_nbytes'] / 1e6:,.1f} MB sent"
+        pushes += f"{last['waited_s']:.2f} s per rank; {last['sent_nbytes'] / 1e6:,.1f} MB sent"
         lines.append(("staleness", pushes))
     return lines
 
@@ -503,7 +503,7 @@ def report(result: dict[str, Any], failure: OSError | None = None) -> str:
         communication = f"{result['comm_exposed_s']:.2f} s exposed a rank; {share:.1%} of the time"
     else:
         communication = (
-            f"{result['comm_hidden']:.0%} hidden; {result['comm_s']:.2f} s a rank, {result['comm_exposed_s']:.2f} "
+            f"{result['comm_hidden']:.0%} hidden; {result['comm_s']:.2f} s per rank, {result['comm_exposed_s']:.2f} "
             f"exposed; {share:.1%} of the time"
         )
     folder, quoted = result["run_dir"], shlex.quote(str(result["run_dir"]))
@@ -565,4 +565,4 @@ def _trace_text(recording: Recording) -> str:
     if recording.failure is not None:
         return f"not written: {recording.failure.strerror}"
     dropped = f", {recording.num_dropped:,} more dropped" if recording.num_dropped else ""
-    return f"{recording.path}, {recording.num_slices:,} slices{dropped}: open it at ui.perfetto.dev"
+    return f"{recording.path}, {recording.num_slices:,} spans{dropped}: open it at ui.perfetto.dev"

@@ -83,7 +83,7 @@ def test_a_run_that_is_told_to_stop_and_then_loses_a_rank_goes_on_as_if_nothing_
     assert process.returncode == 75
     assert "Traceback" not in errors
     *_, stopped = saved(tmp_path / "a")
-    assert f"stopped early after step {stopped} (SIGUSR1): a checkpoint is in a" in shown
+    assert f"stopped early  after step {stopped} (SIGUSR1)\ncheckpoint     a" in shown
     assert (tmp_path / "a" / "curves.png").exists()
     said, wanted = (folder.joinpath("config.toml").read_text() for folder in (tmp_path / "a", whole))
     assert said.replace("checkpoint_every = 15\n", "") == wanted
@@ -119,7 +119,7 @@ def test_a_signal_while_it_starts_is_not_lost_and_ends_nobody(moment, tmp_path):
     process.send_signal(signal.SIGUSR1)
     shown, errors = process.communicate(timeout=100)
     assert process.returncode == 75, errors[-3000:]
-    assert "stopped early after step 2 (SIGUSR1): a checkpoint is in a/checkpoints\n" in shown
+    assert "stopped early  after step 2 (SIGUSR1)\ncheckpoint     a/checkpoints\n" in shown
 
 
 def has_come_to(moment: str, launcher: int) -> bool:
@@ -147,7 +147,7 @@ def test_a_time_limit(tmp_path, monkeypatch, capsys):
     arguments = ("mlp", "--data", "digits", "--epochs", "40", "--run-dir", "a b", "--time-limit-s", "0.01")
     assert train_on_threads(monkeypatch, tmp_path, 1, *arguments) == [75]
     shown = capsys.readouterr().out
-    assert "stopped early after step 2 (time_limit_s): a checkpoint is in a b/checkpoints\n" in shown
+    assert "stopped early  after step 2 (time_limit_s)\ncheckpoint     a b/checkpoints\n" in shown
     assert shown.endswith("resume with    hpcdp train --resume 'a b'\n")
 
 

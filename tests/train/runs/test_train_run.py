@@ -48,7 +48,7 @@ def test_a_log_has_a_plain_line_an_epoch_and_the_report(finished):
     assert re.match(r"compute \d+\.\d\d s, exposed communication \d+\.\d\d, data ", told["time per rank"])
     assert re.match(r"\d+\.\d\d s, \d+% of the time: (computation|bucket)", told["critical path"])
     assert re.match(r"rank [01] on \S+ in [1-4] of 4 epochs, \d\.\d\d x the median$", told["slowest rank"])
-    assert re.match(r"traces/out.json, \d[\d,]+ slices: open", told["trace"])
+    assert re.match(r"traces/out.json, \d[\d,]+ spans: open", told["trace"])
     assert told["run folder"] == "runs/mlp-digits-001"
 
 
@@ -133,7 +133,7 @@ def test_a_run_on_a_store_beside_files_named_as_modules_of_pythons(kind, tmp_pat
     if kind == "dist_async":
         config = (tmp_path / "runs" / "mlp-digits-001" / "config.toml").read_text()
         assert "ranks = 2\n" in config and "servers = 1\n" in config
-        assert re.match(r"\d+\.\d pushes, at most \d+; held back for \d+\.\d\d s a rank; ", told["staleness"])
+        assert re.match(r"\d+\.\d pushes, at most \d+; held back for \d+\.\d\d s per rank; ", told["staleness"])
         assert epochs[-1]["staleness_max"] >= epochs[-1]["staleness_mean"] >= 0
         assert len(records) == 2 * len(epochs)
 
@@ -314,7 +314,7 @@ def test_the_report_of_many_ranks_names_who_was_waited_for():
         )
     )
     told = {line[:15].rstrip(): line[15:] for line in shown.splitlines()}
-    assert told["communication"] == "80% hidden; 0.50 s a rank, 0.10 exposed; 15.6% of the time"
+    assert told["communication"] == "80% hidden; 0.50 s per rank, 0.10 exposed; 15.6% of the time"
     assert told["critical path"] == "2.75 s, 86% of the time: bucket 2"
     assert told["slowest rank"] == "rank 3 on node3 in 3 of 4 epochs, 1.50 x the median"
     assert told["stragglers"] == "rank 3 on node3 (3 epochs), rank 4 on node4 (1 epoch) and 1 more"
