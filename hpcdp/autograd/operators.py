@@ -20,7 +20,7 @@ from ..core.arrays import Array, array_namespace, dtype_of, is_bfloat16, is_cupy
 from ..errors import UnsupportedError
 from ..kernels import kernels_for
 from ..kernels.buffers import empty
-from ..kernels.cuda.cublas import matmul_of
+from ..kernels.cuda.capture import matmul_of
 from ..kernels.reference import ROWS_AT_ONCE, add_up_rows
 from . import tensor
 from .tape import Again, Call, Gradient, Pullback, modes, operator

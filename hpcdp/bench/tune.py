@@ -83,7 +83,7 @@ def probe(world: World) -> MachineModel:
         across = list(zip(members[0], members[1], strict=False))
         machine = replace(machine, across=_link(world, across, _FAR_NBYTES))
     pairs = inside or across
-    staging = _Staging(world)
+    staging = _NodeStaging(world)
     rates: list[Rates] = []
     for nbytes in sizes:
         copied, reduced = (_slowest(world, s) / nbytes for s in staging.copied_and_reduced_s(nbytes))
@@ -216,7 +216,7 @@ def _median_s(call: Callable[[], Any], repeats: int) -> float:
     return float(np.median(taken[2:]))
 
 
-class _Staging:
+class _NodeStaging:
     """Copies and reductions of all ranks of a node at once, in segments through an area that fits into the caches."""
 
     def __init__(self, world: World) -> None:

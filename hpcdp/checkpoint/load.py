@@ -145,7 +145,7 @@ class Restored:
     """Names of entries per rank that are unchanged, because the checkpoint is of another number of ranks."""
 
 
-class _Read(NamedTuple):
+class _Span(NamedTuple):
     """A run of elements to read."""
 
     tensor: StoredTensor
@@ -179,7 +179,7 @@ class Filling:
         self._names, self._into = flatten.parameter_names(into), into
         names = [name for name, _ in flatten.leaves(form)]
         self._saved = Saved(names, renamed, lambda tensor: manifest.tensors[tensor].shape)
-        self._reads: list[_Read] = []
+        self._reads: list[_Span] = []
         self._write_back: list[tuple[str, Callable[[], object]]] = []
         """Names and functions that copy read elements to arrays that cannot be read into."""
         self.missing: list[str] = []
@@ -369,7 +369,7 @@ class Filling:
         if isinstance(template, bool | int | float) and takes is not _Takes.ALL and tensor.count != 1:
             raise _misfit(name, "a number", f"shape {tensor.shape} {tensor.dtype}")
         array = np.empty(tensor.shape, tensor.stored_dtype)
-        self._reads.append(_Read(tensor, 0, array.reshape(-1)))
+        self._reads.append(_Span(tensor, 0, array.reshape(-1)))
         if isinstance(template, bool | int | float):
             shape = tensor.shape if takes is _Takes.ALL else ()
             return lambda: widened(array, tensor.dtype).reshape(shape)[()]
@@ -384,7 +384,7 @@ class Filling:
             raise _misfit(name, f"shape {view.array.shape} {view.dtype}", f"shape {tensor.shape} {tensor.dtype}")
         if isinstance(template, np.generic):
             array = np.empty(tensor.shape, tensor.stored_dtype)
-            self._reads.append(_Read(tensor, 0, array.reshape(-1)))
+            self._reads.append(_Span(tensor, 0, array.reshape(-1)))
             return lambda: of_bits(array, tensor.dtype)[()]
         _require_writable(template, name)
         if view.overlaps:
@@ -392,7 +392,7 @@ class Filling:
                 "restore", where=name or "the state", expected="a writable array",
                 got="an array whose elements share memory", remedy="restore into a copy of it",
             )  # fmt: skip
-        self._reads.append(_Read(tensor, 0, view.array.reshape(-1)))
+        self._reads.append(_Span(tensor, 0, view.array.reshape(-1)))
         if view.write_back is not None:
             write, array = view.write_back, view.array
             self._write_back.append((name, lambda: write(array)))
@@ -418,10 +418,10 @@ class Filling:
         if is_host(place):
             _require_writable(place, name)
         if is_host(place) and place.dtype.isnative:
-            self._reads.append(_Read(tensor, part.first, bits(place), rows))
+            self._reads.append(_Span(tensor, part.first, bits(place), rows))
         else:
             out = np.empty(place.shape, tensor.stored_dtype)
-            self._reads.append(_Read(tensor, part.first, out, rows))
+            self._reads.append(_Span(tensor, part.first, out, rows))
             self._write_back.append(
                 (name, lambda: place.__setitem__(..., from_host(of_bits(out, tensor.dtype), place)))
             )
@@ -502,14 +502,14 @@ def _as_is(template: Any) -> Value:
     return lambda: value
 
 
-def _read(reader: ShardReader, read: _Read) -> None:
+def _read(reader: ShardReader, read: _Span) -> None:
     if read.rows is None:
         read_elements(reader, read.tensor, read.first, read.out)
     elif read.out.size:
         _read_shares(reader, read)
 
 
-def _read_shares(reader: ShardReader, read: _Read) -> None:
+def _read_shares(reader: ShardReader, read: _Span) -> None:
     """Read the sum over all rows of a tensor at some columns, divided by ``read.rows``."""
     columns = math.prod(read.tensor.shape[1:])
     row, dtype = np.empty_like(read.out), read.tensor.dtype

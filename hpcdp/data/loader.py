@@ -27,7 +27,7 @@ from .images import Augmentation
 from .samplers import BatchIndices, Resumable, SamplerPosition, SharedSampler
 
 
-class _Slot:
+class _PinnedBatch:
     """Pinned memory of one batch in flight, and the events before and after its copy."""
 
     def __init__(self, streams: Streams) -> None:
@@ -74,7 +74,7 @@ class Delivery:
         device.check()
         self._streams = streams = Streams(device)
         self._copies, self._compute = streams.stream(), streams.current()
-        self._slots = [_Slot(streams) for _ in range(under_way + 1)]
+        self._slots = [_PinnedBatch(streams) for _ in range(under_way + 1)]
         self._next = itertools.cycle(self._slots)
 
     def start(self, batch: Batch) -> DeviceBatch:
@@ -106,7 +106,7 @@ _QUICK_S = 100e-6
 """Seconds of a read below which a second thread would not help, since one interpreter runs both."""
 
 
-class _Read:
+class _BatchRead:
     """Read of one batch in flight: filled on the engine's lane, consumed by the loop.
 
     The error is kept here and not in the engine, so that errors of abandoned batches do not surface elsewhere.
@@ -328,7 +328,7 @@ class DataLoader:
 
     def _read_ahead(self, batches: Iterator[Any], how: Callable[[np.ndarray], Any]) -> Generator[Any]:
         engine = default_engine() if self._engine is None else self._engine
-        ahead: deque[_Read] = deque()
+        ahead: deque[_BatchRead] = deque()
         process = os.getpid()
         try:
             while True:
@@ -348,7 +348,7 @@ class DataLoader:
                 for read in ahead:
                     read.wait_if_begun()
 
-    def _push(self, engine: Engine, numbers: np.ndarray, how: Callable[[np.ndarray], Any]) -> _Read:
-        read = _Read(lambda: how(numbers), engine.variable("batch"))
+    def _push(self, engine: Engine, numbers: np.ndarray, how: Callable[[np.ndarray], Any]) -> _BatchRead:
+        read = _BatchRead(lambda: how(numbers), engine.variable("batch"))
         engine.push(read.run, writes=(read.variable,), lane="io", name="batch")
         return read

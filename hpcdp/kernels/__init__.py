@@ -9,8 +9,8 @@ The families are `networks` (elementwise operations, normalisation, sequences), 
   the types of their arguments at the first call, by one process of a node, while the others wait and then read the
   cache (`jit`).
 
-Outside of the families: `shm_allreduce` and `pushpull` for memory shared by ranks, `products` for BLAS, `buffers`, and
-`jit`, which compiles all Numba kernels.
+Outside of the families: `shm_allreduce` for memory shared by ranks, `products` for BLAS, `buffers`, and `jit`, which
+compiles all Numba kernels.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ import numpy as np
 
 from ..core.arrays import Array, array_namespace, is_half, is_host
 from .buffers import empty
-from .cuda.cublas import matmul_of
+from .cuda.capture import matmul_of
 
 MOST = 1_000_000
 """Multiplications up to which OpenBLAS takes float32 matrices without packing."""

@@ -45,7 +45,7 @@ from typing import Any
 import numpy as np
 
 from ..core.arrays import Array, array_namespace, is_half
-from .cuda.cublas import matmul_of
+from .cuda.capture import matmul_of
 
 _SLOPE, _CUBE = math.sqrt(2 / math.pi), 0.044715
 

@@ -297,7 +297,7 @@ class DirectPushPull:
     """
 
     def __init__(self, memory: NodeMemory) -> None:
-        self._memory, self._merge, self._busy = memory, kernels.load("pushpull"), threading.Lock()
+        self._memory, self._merge, self._busy = memory, kernels.load("shm_allreduce"), threading.Lock()
         buffer = memory.alloc((self._merge.SLOTS, memory.size, CHUNK_NBYTES), np.uint8)
         self._staging = {dtype: buffer.view(dtype) for dtype in self._merge.DTYPES}
 
@@ -317,13 +317,13 @@ class RowExchange:
     """The exchange of a key, which pushes and pulls in one, piece by piece."""
 
     def __init__(self, rows: Rows, staging: np.ndarray, memory: NodeMemory, busy: threading.Lock) -> None:
-        merge = kernels.load("pushpull")
+        merge = kernels.load("shm_allreduce")
         self._rows, self._memory = rows, memory
         self._acquire, self._release = busy.acquire, busy.release
         self._shape, self._dtype = rows.stored.shape, rows.stored.dtype
         self._replace, self._gather, self._spread = merge.replace, merge.gather, merge.spread
         self._not_yet, self._mixed, self._round = merge.NOT_YET, merge.MIXED, merge.ROUND
-        self._state = merge.state_of(memory.rank, memory.patience, rows.pieces, rows.phases)
+        self._state = merge.pushpull_state(memory.rank, memory.patience, rows.pieces, rows.phases)
         self._fixed = staging, rows.ends, rows.counters, self._state
 
     def takes(self, x: Any, out: Any) -> bool:

@@ -21,8 +21,7 @@ from ..autograd.tape import Call, operator
 from ..core.arrays import Array, array_namespace, has_namespace, is_cupy, is_half, is_host
 from ..errors import ConfigError, DataError, UnsupportedError, type_named
 from ..kernels.buffers import empty
-from ..kernels.cuda.capture import fill
-from ..kernels.cuda.cublas import dot_of, matmul_of
+from ..kernels.cuda.capture import dot_of, fill, matmul_of
 from ..kernels.products import multiply
 from ..kernels.reference import output_size
 from .microbatch import move

@@ -16,8 +16,7 @@ from ..core.checks import number, whole_number, whole_numbers
 from ..core.environment import replica_number
 from ..errors import ConfigError, DataError, UnsupportedError
 from ..kernels.buffers import empty
-from ..kernels.cuda.capture import fill
-from ..kernels.cuda.cublas import matmul_of
+from ..kernels.cuda.capture import fill, matmul_of
 from ..kernels.products import multiply
 from . import functional, module
 from .functional import Pair, Size, alike, called, contiguous, kernels_for, misshapen, refreshed

@@ -627,7 +627,7 @@ def in_float32(
             to = x.dtype if stays and not first_alone else _SINGLE
             if stays and (x is operands[0] or not first_alone) and _are_all(to, operands[first_alone:]):
                 return function(*args, **kwargs)
-            return _Call(x.dtype, to, rounds).of(function, args, kwargs)
+            return _CastCall(x.dtype, to, rounds).of(function, args, kwargs)
 
         return call
 
@@ -638,7 +638,7 @@ def _are_all(dtype: np.dtype, operands: Sequence[Any]) -> bool:
     return all(x.dtype == dtype for x in operands if hasattr(x, "dtype") and is_float(x.dtype))
 
 
-class _Call:
+class _CastCall:
     """One operator call with operands of the dtype ``half``, computed in the dtype ``to``."""
 
     def __init__(self, half: np.dtype, to: np.dtype, rounds: bool) -> None:

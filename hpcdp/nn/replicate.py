@@ -88,8 +88,8 @@ class Replicas(Module):
                               got="a device without the network")  # fmt: skip
         copied = self._copies[device]
         if copied is not None:
-            return _OnDevice(copied)
-        network = _OnDevice(_Copy(self.net, device))
+            return _Replica(copied)
+        network = _Replica(_Copy(self.net, device))
         network.update()  # raises if shapes are still deferred
         self._copies[device] = network.copy
         return network
@@ -121,7 +121,7 @@ class Replicas(Module):
         if device == self.devices[0]:
             return partial(self.net, piece)
         network = self.on(device)
-        assert isinstance(network, _OnDevice)
+        assert isinstance(network, _Replica)
         network.update()
         return partial(network.compute, moved(piece, device))
 
@@ -140,7 +140,7 @@ class Replicas(Module):
         return ", ".join(map(repr, self.devices))
 
 
-class _OnDevice(Module):
+class _Replica(Module):
     """The network on one device; each call first copies the network's current state there."""
 
     def __init__(self, copy: _Copy) -> None:

@@ -59,7 +59,7 @@ def _files(operation: str, path: str | Path) -> tuple[Path, Path]:
     return base.with_name(base.name + ".json"), base.with_name(base.name + ".h5")
 
 
-class _Part(Module):
+class _TensorHolder(Module):
     """Container for tensors of a `SymbolBlock` with dotted names."""
 
 
@@ -81,7 +81,7 @@ class SymbolBlock(Module):
             parent: Module = self
             for part in parts:
                 if part not in vars(parent):
-                    setattr(parent, part, _Part())
+                    setattr(parent, part, _TensorHolder())
                 parent = vars(parent)[part]
             setattr(parent, last, value)
 

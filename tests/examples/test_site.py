@@ -12,6 +12,8 @@ import pytest
 from hpcdp import optim
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
 @pytest.fixture
 def pages(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     pytest.importorskip("sphinx", reason="Sphinx is not installed")

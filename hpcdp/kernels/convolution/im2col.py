@@ -476,7 +476,7 @@ def _gather(gy, g, steps, dbias, span):  # type: ignore[no-untyped-def]
             dbias[c] += _total(target)
 
 
-class _Block(NamedTuple):
+class _Unfolded(NamedTuple):
     """Images and output rows that are unfolded together."""
 
     images: slice
@@ -487,7 +487,7 @@ class _Block(NamedTuple):
     """Number of images, and of positions of each."""
 
 
-class _Blocks:
+class _UnfoldedBlocks:
     """The blocks of one convolution, and scratch memory for a block."""
 
     def __init__(
@@ -510,14 +510,14 @@ class _Blocks:
             self.patches = Planes(x, weight, shape, columns, self.joined)
         self.product = Workspace(self._channels, columns, x.dtype, self.joined)
 
-    def __iter__(self) -> Iterator[_Block]:
+    def __iter__(self) -> Iterator[_Unfolded]:
         """Yield all blocks; the rows of an image from the first to the last."""
         for first in range(0, self._batch, self._images_at_once):
             last = min(first + self._images_at_once, self._batch)
             for top in range(0, self._height, self._rows_at_once):
                 bottom = min(top + self._rows_at_once, self._height)
                 span = top * self._width, bottom * self._width
-                yield _Block(slice(first, last), (top, bottom), span, (last - first, span[1] - span[0]))
+                yield _Unfolded(slice(first, last), (top, bottom), span, (last - first, span[1] - span[0]))
 
     def scratch(self, extent: Pair) -> tuple[np.ndarray, np.ndarray, tuple[int, int, int]]:
         """Return memory for the product of some images and positions: as matrices, flat, and its steps.
@@ -544,7 +544,7 @@ def conv2d(
     relu: bool,
 ) -> None:
     """See `reference.conv2d`."""
-    blocks = _Blocks(x, weight, out, stride, padding, unfolds_alone=False)
+    blocks = _UnfoldedBlocks(x, weight, out, stride, padding, unfolds_alone=False)
     matrix = blocks.patches.matrix()
     planes = blocks.planes(out)
     in_place = bias is None and not relu and not blocks.joined
@@ -584,7 +584,7 @@ def conv2d_gradients(
 ) -> None:
     """See `reference.conv2d_gradients`."""
     dx, dweight, dbias = into
-    blocks = _Blocks(x, weight, gy, stride, padding, unfolds_alone=dx is None)
+    blocks = _UnfoldedBlocks(x, weight, gy, stride, padding, unfolds_alone=dx is None)
     patches, room = blocks.patches, blocks.product
     matrix = patches.matrix()
     sums = None if dweight is None else patches.sums(dweight)

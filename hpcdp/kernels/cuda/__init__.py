@@ -1,9 +1,9 @@
 """Compilation and launch of CUDA kernels for CuPy arrays.
 
-`kernels` has the functions that launch kernels, named as those of `reference`. The kernels are in
-sources ``*.cu`` in the folder ``kernels`` of `hpcdp.core.files`. Beside them are `capture`, for CUDA graphs, `cublas`
-and `cudnn_conv`. CuPy is imported with its first array. It compiles a file for the present GPU (NVRTC) once per user,
-and caches it in ``~/.cupy/kernel_cache``.
+`kernels` has the functions that launch kernels, named as those of `reference`. The kernels are in sources ``*.cu`` in
+the folder ``kernels`` of `hpcdp.core.files`. Beside them are `capture`, for CUDA graphs and cuBLAS, and `cudnn_conv`.
+CuPy is imported with its first array. It compiles a file for the present GPU (NVRTC) once per user, and caches it in
+``~/.cupy/kernel_cache``.
 
 A launch uses the current stream and does not wait.
 """

@@ -64,7 +64,7 @@ class _Known:
         return kinds == self.traced.kinds and _types_of(self.traced) == self._types and self.traced.has_its_lists()
 
 
-class _Here(threading.local):
+class _ThreadPlans(threading.local):
     """Plans of one thread; modes and the tape are thread-local."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class Hybrid:
 
     def __init__(self, module: Module) -> None:
         self._module = module
-        self._here = _Here()
+        self._here = _ThreadPlans()
         self._name = type(module).__name__
 
     def _forward(self, given: Sequence[Tensor]) -> Any:
@@ -119,7 +119,7 @@ class Hybrid:
         with on_device_of(first_on_gpu(*given, array_of(here.parameter))):
             return self._called(given, here)
 
-    def _called(self, given: Sequence[Tensor], here: _Here) -> Any:
+    def _called(self, given: Sequence[Tensor], here: _ThreadPlans) -> Any:
         # Layers that need all ranks communicate, and virtual shards change random numbers and statistics.
         if modes.training and (here.needs_all_ranks or entered_shard() is not None):
             return self._forward(given)
@@ -202,7 +202,7 @@ class Hybrid:
 
         return all(part.is_traceable for part in _parts(self._module)) and not lacks_shapes(self._module)
 
-    def _look_at_attributes(self, here: _Here) -> None:
+    def _look_at_attributes(self, here: _ThreadPlans) -> None:
         """Drop all plans if an attribute of the module or of its parts is another object."""
         now = state.modules
         attributes = [value for part in self._module.modules() for value in (part, *vars(part).values())]
@@ -215,7 +215,7 @@ class Hybrid:
             here.needs_all_ranks = any(part.needs_all_ranks for part in self._module.modules())
         here.modules = now
 
-    def _trace(self, key: Key, given: Sequence[Tensor], here: _Here) -> Any:
+    def _trace(self, key: Key, given: Sequence[Tensor], here: _ThreadPlans) -> Any:
         graph, result = self._traced(given)
         here.known[key] = _Known(graph, given, modes.recording)
         while len(here.known) > _KEYS_KEPT:
@@ -285,7 +285,7 @@ def attributes_of(module: Module) -> list[tuple[str, Any]]:
     ]
 
 
-class GraphUpdate(Protocol):
+class CapturedUpdate(Protocol):
     """Update that can be captured at the end of a CUDA graph."""
 
     def capture(self) -> None:
@@ -313,7 +313,7 @@ class Stepping(Protocol):
         """Reduce the gradients and update; see `hpcdp.Trainer.step`."""
         ...
 
-    def graph_update(self, leaves: Sequence[Any]) -> GraphUpdate | None:
+    def graph_update(self, leaves: Sequence[Any]) -> CapturedUpdate | None:
         """Return the update from gradients of ``leaves``, if a CUDA graph can hold it at present."""
         ...
 
@@ -467,7 +467,7 @@ class CudaStepPlan(CudaPlan):
         """The leaves' gradients and ``grad_req``."""
         self._behind: list[Tensor] = []
         """Leaves whose hooks are called after the graph."""
-        self._update: GraphUpdate | None = None
+        self._update: CapturedUpdate | None = None
         super().__init__(graph, given, keeps=True)
 
     def _way_back(self) -> None:

@@ -51,7 +51,7 @@ _WASTE = 4
 """A free block larger than this multiple of a request is kept for larger results."""
 
 
-class _Block:
+class _Memory:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self._memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
@@ -67,8 +67,8 @@ class Arena:
     """Memory blocks of one plan."""
 
     def __init__(self) -> None:
-        self._free: list[_Block] = []
-        self._of: dict[int, _Block] = {}
+        self._free: list[_Memory] = []
+        self._of: dict[int, _Memory] = {}
         self.nbytes = 0
         """Bytes of all blocks."""
 
@@ -80,7 +80,7 @@ class Arena:
             block = min(reversed(fitting), key=lambda block: block.nbytes)  # the block freed last may be cached
             self._free.remove(block)
         else:
-            block = _Block(like.nbytes)
+            block = _Memory(like.nbytes)
             self.nbytes += block.nbytes
         self._of[number] = block
         return block.as_array(like)

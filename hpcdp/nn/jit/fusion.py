@@ -552,7 +552,7 @@ def _forward(one: ChainLink, terms: Mapping[int, Term], moving: Mapping[int, Mov
     return FORWARD[one.operator](*[terms.get(id(x)) or Term(value=moving.get(id(x), x)) for x in one.operands])
 
 
-def _parts(links: list[ChainLink], moving: Mapping[int, Moving]) -> list[_Part]:
+def _parts(links: list[ChainLink], moving: Mapping[int, Moving]) -> list[_ChainLinks]:
     """Cut ``links`` so that only the last result of each part has other readers."""
     parts, waiting = [], [links] if links else []
     while waiting:
@@ -564,13 +564,13 @@ def _parts(links: list[ChainLink], moving: Mapping[int, Moving]) -> list[_Part]:
                     reads[id(array)] += 1
         cut = next((i for i, op in enumerate(part[:-1], 1) if op.uses > reads[id(op.value)]), None)
         if cut is None:
-            parts.append(_Part(part, moving))
+            parts.append(_ChainLinks(part, moving))
         else:
             waiting += [part[:cut], part[cut:]]
     return parts
 
 
-class _Part:
+class _ChainLinks:
     """Links with one result read by others: one tape node, and its pullback."""
 
     def __init__(self, links: list[ChainLink], moving: Mapping[int, Moving]) -> None:
