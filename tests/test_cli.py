@@ -218,7 +218,7 @@ def test_the_public_face() -> None:
             ["train", "gpt", "--flip"],
             "setting flip: expected images (channels, height, width), got samples of shape (64,) in",
         ),
-        (["train", "--config", "none.toml"], "[none.toml]: got No such file or directory"),
+        (["train", "--config", "none.toml"], "[none.toml]: expected a TOML file, got No such file or directory"),
         (["launch", "-n", "two", "--", "x"], "launch -n: expected a number of ranks, 1 to 1,000,000, got 'two'"),
         (["launch", "-n", "999999999999", "--", "x"], "1 to 1,000,000, got '999999999999'"),
         (["launch", "-n", "2", "-s", "-1", "--", "x"], "launch -s: expected a number of servers, 0 to 1,000,"),

@@ -15,8 +15,8 @@ from ..core.checks import check_name
 from ..errors import ConfigError, shortened, type_named
 from ..launch import hosts, launchers
 from ..launch.hosts import allocation, require_one_component
+from ..launch.launchers import BINDINGS, Job
 from ..launch.parser import Parser
-from ..launch.spec import BINDINGS, Job
 
 _MOST_RANKS = 1_000_000
 _NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")

@@ -87,8 +87,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _train_here(config: TrainConfig, settings: dict[str, Any]) -> int:
-    from ..launch.launchers import mpirun
-    from ..launch.spec import Job
+    from ..launch.launchers import Job, mpirun
     from ..train.runs import run, run_dir
 
     if config.resume is not None:

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError, LaunchError, listed, shortened
-from .spec import Host, Job
+from .launchers import Host, Job
 
 _POLICY = "PRTE_MCA_rmaps_default_mapping_policy"
 _MOST_HOSTS = 100_000
@@ -499,7 +499,7 @@ def assign_ranks(job: Job) -> tuple[HostSlots, ...]:
     """Assign ranks in blocks to hosts, and each server to the host with the fewest; return the hosts in use, in order.
 
     Hosts with slots are filled one after the other, as mpirun does. A plain list shares the ranks out evenly, up to
-    `hpcdp.launch.spec.Job.ranks_per_node` on a host.
+    `hpcdp.launch.launchers.Job.ranks_per_node` on a host.
 
     Raises:
         LaunchError: the hosts have too few slots.

@@ -28,7 +28,7 @@ from ..core.files import who_else_may_write
 from ..errors import LaunchError
 from . import hosts
 from .hosts import HostSlots, of_ranks, those_of_this_machine
-from .spec import Job
+from .launchers import Job
 
 FAMILIES = {"openmpi": "Open MPI", "mpich": "MPICH"}
 """The two binary interfaces; Intel MPI, MVAPICH and Cray MPICH have that of MPICH."""

@@ -33,10 +33,10 @@ from ..errors import LaunchError, shortened, to_stderr
 from . import ProgramMissingError, hosts, mpi_library, process_monitor, rank_output
 from . import hosts as launch_hosts
 from .guard_client import Guards
+from .launchers import Job
 from .mpi_library import is_open_mpi_4, runtimes
 from .mpirun_stderr import LOST_CONNECTION_STATUS, TOLD, FailedRank, MpirunStderr, first_failure
 from .process_monitor import End, Start, Watch, adopt, bound, end_orphans, name_of
-from .spec import Job
 
 # DOTALL: the name of a program may have line breaks.
 _START = re.compile(r"^\(rank, host, exe, pid\) = \(([0-9]+), ([^,]*), .*?, ([0-9]+)\)$", re.MULTILINE | re.DOTALL)

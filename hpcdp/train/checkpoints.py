@@ -7,9 +7,11 @@ import numbers
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..comm import World
+from ..core.checks import instance
 from ..errors import ConfigError, DataError, SaveError
 from .metrics import Record
 from .preemption import Agreement, Reason, StopRequests
@@ -87,14 +89,12 @@ class Checkpoints:
             raise ConfigError("Checkpoints", where="every", expected=expected, got=repr(every))
         from ..checkpoint import Manager  # imported late: runs without checkpoints do not need it
 
-        if not isinstance(manager, Manager):
-            raise ConfigError("Checkpoints", where="manager", expected="a checkpoint.Manager", got=repr(manager))
+        instance("Checkpoints", "manager", manager, Manager, "a checkpoint.Manager")
         for name, value, kind, expected in (
             ("stop", stop, StopRequests, "StopRequests()"), ("extra", extra, Mapping, "a dict"),
             ("config", config, Mapping, "a dict"),
         ):  # fmt: skip
-            if not (value is None or isinstance(value, kind)):
-                raise ConfigError("Checkpoints", where=name, expected=f"{expected}, or None", got=repr(value))
+            instance("Checkpoints", name, value, (kind, NoneType), f"{expected}, or None")
         self.manager, self.stop, self.resume = manager, stop, resume
         self.stopped: Stopped | None = None
         """The reason and the position if `fit` returned before the last epoch was complete."""

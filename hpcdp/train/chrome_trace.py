@@ -17,7 +17,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
+from types import NoneType, TracebackType
 from typing import Any, BinaryIO, NamedTuple, Self
 
 import numpy as np
@@ -25,6 +25,7 @@ import numpy as np
 from ..comm import Communicator, World, init
 from ..comm.consistency import on_rank_0
 from ..comm.world import require_world
+from ..core.checks import instance
 from ..core.files import own_part_of
 from ..engine import Engine, default_engine
 from ..engine.engine import MAIN, Slice, Trace
@@ -68,10 +69,8 @@ def traced(path: str | Path, world: World | None = None, trace: Trace | None = N
         ConfigError: ``path`` cannot be written, or is a file but not a trace (on every rank, before the block runs);
             the world is already traced; or an argument is invalid.
     """
-    if not isinstance(path, str | os.PathLike):
-        raise ConfigError("traced", where="path", expected="a file, as a str or a Path", got=repr(path))
-    if not (trace is None or isinstance(trace, Trace)):
-        raise ConfigError("traced", where="trace", expected="a Trace, or None", got=repr(trace))
+    instance("traced", "path", path, (str, os.PathLike), "a file, as a str or a Path")
+    instance("traced", "trace", trace, (Trace, NoneType), "a Trace, or None")
     require_world("traced", world)
     return Recording(Path(path), init() if world is None else world, trace)
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdp.launch.launchers import batch
-from hpcdp.launch.spec import Job
+from hpcdp.launch.launchers import Job, batch
 
 GOLDEN = Path(__file__).with_name("golden_batch")
 SHELLCHECK = ["shellcheck", "--exclude=SC2016", "-"]

@@ -12,8 +12,7 @@ from raises import raises
 
 from hpcdp.errors import ConfigError, LaunchError
 from hpcdp.launch import runner
-from hpcdp.launch.launchers import batch
-from hpcdp.launch.spec import LaunchPlan
+from hpcdp.launch.launchers import LaunchPlan, batch
 
 
 def test_only_what_programs_need_travels() -> None:
@@ -96,7 +95,7 @@ from pathlib import Path
 sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:2]]!r}
 from test_batch import Batch
 from hpcdp.launch.launchers import batch
-from hpcdp.launch.spec import LaunchPlan as Plan
+from hpcdp.launch.launchers import LaunchPlan as Plan
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 job = """
 import os, time

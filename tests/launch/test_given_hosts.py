@@ -7,8 +7,7 @@ from raises import raises
 
 from hpcdp.errors import LaunchError
 from hpcdp.launch import hosts, launchers, mpi_library, runner
-from hpcdp.launch.launchers import batch
-from hpcdp.launch.spec import Host, Job
+from hpcdp.launch.launchers import Host, Job, batch
 
 HOSTS = (Host("node1", 2), Host("node2", 3))
 GRID_ENGINE = "node1 1 all.q@node1 UNDEFINED\nnode2 3 all.q@node2 UNDEFINED\nnode1 1 long.q@node1 UNDEFINED\n"

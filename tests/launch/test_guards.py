@@ -47,7 +47,7 @@ from pathlib import Path
 from hpcdp.launch import runner as supervise
 from hpcdp.launch import guard_client as guards
 from hpcdp.launch.hosts import HostSlots as Place
-from hpcdp.launch.spec import Job
+from hpcdp.launch.launchers import Job
 supervise._FAILED_GRACE_S = 0.5
 with guards.Guards([Place("away", 1)], print) as reached:
     reached.begin(2, 0, {"MARK": os.environ["MARK"], "WORD": "it's"}, None, None)

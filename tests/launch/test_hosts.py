@@ -11,7 +11,7 @@ import pytest
 
 from hpcdp.errors import ConfigError, HpcdpError, LaunchError
 from hpcdp.launch.hosts import HostSlots, assign_ranks, is_this_machine, read, read_file, those_of_this_machine
-from hpcdp.launch.spec import Host, Job
+from hpcdp.launch.launchers import Host, Job
 
 INPUTS = 100_000 if os.environ.get("HPCDP_TEST_THOROUGH") == "1" else 1_000
 

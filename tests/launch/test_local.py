@@ -418,7 +418,7 @@ def test_a_reader_that_has_gone_ends_the_job_as_it_would_end_any_program() -> No
 STUCK = """
 import os, subprocess, sys
 from hpcdp.launch import runner as supervise
-from hpcdp.launch.spec import Job
+from hpcdp.launch.launchers import Job
 supervise._FAILED_GRACE_S = 1.0
 ranks = "for n in 0 1; do PMI_RANK=$n sh -c 'sleep 0.5; [ $PMI_RANK = 0 ] && sleep 60; exit 3' & done; wait"
 sys.exit(supervise.supervise(["sh", "-c", ranks], os.environ, "mpich", Job(("sh",), 2)))
@@ -427,7 +427,7 @@ sys.exit(supervise.supervise(["sh", "-c", ranks], os.environ, "mpich", Job(("sh"
 UNNOTICED = """
 import os, sys
 from hpcdp.launch import runner as supervise
-from hpcdp.launch.spec import Job
+from hpcdp.launch.launchers import Job
 supervise._GRACE_S = 1.0
 ranks = f"for n in 0 1 2; do PMI_RANK=$n sh -c 'sleep 0.5; {sys.argv[1]} exit 0' & done; wait; exec sleep {sys.argv[2]}"
 sys.exit(supervise.supervise(["sh", "-c", ranks], os.environ, "mpich", Job(("sh",), 3)))
@@ -466,7 +466,7 @@ def test_an_mpirun_that_waits_for_what_ranks_have_left_behind_is_not_killed() ->
 SAVES = """
 import os, sys
 from hpcdp.launch import runner as supervise
-from hpcdp.launch.spec import Job
+from hpcdp.launch.launchers import Job
 rank = f'trap "{sys.argv[1]}" {sys.argv[2]}; echo up; while :; do sleep 0.05; done'
 ranks = f"for n in 0 1; do PMI_RANK=$n sh -c '{rank}' & done; trap : USR1; wait; wait"
 sys.exit(supervise.supervise(["sh", "-c", ranks], os.environ, "mpich", Job(("sh",), 2), usr1_has_come=lambda: False))

@@ -8,7 +8,7 @@ from raises import raises
 
 from hpcdp.errors import LaunchError
 from hpcdp.launch import mpi_library, runner
-from hpcdp.launch.spec import Job
+from hpcdp.launch.launchers import Job
 
 ELF = b"\x7fELF"
 OPEN_MPI, MPICH = ELF + b"ompi_mpi_comm_self", ELF + b"MPIR_Process"

@@ -11,7 +11,7 @@ from raises import raises
 from hpcdp import cli
 from hpcdp.errors import HpcdpError
 from hpcdp.launch import hosts, launchers, mpi_library, runner
-from hpcdp.launch.spec import Host, Job
+from hpcdp.launch.launchers import Host, Job
 
 GOLDEN = Path(__file__).parent / "golden"
 PROGRAM = ("/venv/bin/python", "train.py", "--name", "it's two words")

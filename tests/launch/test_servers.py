@@ -36,7 +36,7 @@ LAUNCHER = """
 import sys
 from hpcdp.launch import runner as supervise
 from hpcdp.launch.launchers import mpirun
-from hpcdp.launch.spec import Job
+from hpcdp.launch.launchers import Job
 workers, servers, server, grace, *program = sys.argv[1:]
 mpirun.server, supervise._GRACE_S = lambda: ("-c", server), float(grace)
 sys.exit(mpirun.run_local(Job(tuple(program), int(workers), int(servers))))

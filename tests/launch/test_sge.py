@@ -26,8 +26,7 @@ from batch_jobs import (
 from raises import raises
 
 from hpcdp.errors import ConfigError, LaunchError
-from hpcdp.launch.launchers import sge
-from hpcdp.launch.spec import Host, Job
+from hpcdp.launch.launchers import Host, Job, sge
 
 STAND_IN = Path(__file__).with_name("grid_engine.py")
 JOBS = {

@@ -13,7 +13,7 @@ from hpcdp.cli import doctor, launch
 from hpcdp.errors import LaunchError
 from hpcdp.launch import launchers
 from hpcdp.launch.hosts import Allocation, allocation, check_allocation, expand_counts, expand_hosts
-from hpcdp.launch.spec import Host, Job
+from hpcdp.launch.launchers import Host, Job
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ from raises import raises
 
 from hpcdp.errors import ConfigError, LaunchError
 from hpcdp.launch import mpi_library
-from hpcdp.launch.launchers import slurm
+from hpcdp.launch.launchers import Host, Job, slurm
 from hpcdp.launch.mpi_library import MpiLibrary
-from hpcdp.launch.spec import Host, Job
 
 LIST = (
     "MPI plugin types are...\n\tcray_shasta\n\tnone\n\tpmi2\n\tpmix\nspecific pmix plugin versions available: pmix_v4\n"

@@ -12,7 +12,7 @@ from hpcdp.launch.runner import listed
 RUN = """
 import os, sys
 from hpcdp.launch.runner import supervise
-from hpcdp.launch.spec import Job
+from hpcdp.launch.launchers import Job
 mpirun, ranks, elsewhere, asked = sys.argv[1:]
 hosts = [None] * (int(ranks) - int(elsewhere)) + ["away"] * int(elsewhere)
 try:

@@ -116,7 +116,9 @@ def test_a_rank_is_named_where_open_mpi_names_one_that_aborts_for_it(
     mpirun = tmp_path / "mpirun"
     mpirun.write_text(MISNAMES.format(python=sys.executable, aborts=aborts, named=named, status=status))
     mpirun.chmod(0o755)
-    supervise = "import os, sys; from hpcdp.launch.runner import supervise as s; from hpcdp.launch.spec import Job; "
+    supervise = (
+        "import os, sys; from hpcdp.launch.runner import supervise as s; from hpcdp.launch.launchers import Job; "
+    )
     code = supervise + "sys.exit(s([sys.argv[1]], os.environ, 'openmpi', Job(('a',), 3)))"
     done = subprocess.run([sys.executable, "-c", code, mpirun], capture_output=True, text=True, timeout=60)
     ours = re.findall("hpcdp launch: (.*\n)", done.stderr)
@@ -130,7 +132,9 @@ def test_a_job_that_the_watchdog_has_ended_has_failed_whatever_status_mpirun_has
     mpirun = tmp_path / "mpirun"
     mpirun.write_text(GOES_ON.format(python=sys.executable, misses=misses))
     mpirun.chmod(0o755)
-    supervise = "import os, sys; from hpcdp.launch.runner import supervise as s; from hpcdp.launch.spec import Job; "
+    supervise = (
+        "import os, sys; from hpcdp.launch.runner import supervise as s; from hpcdp.launch.launchers import Job; "
+    )
     code = supervise + "sys.exit(s([sys.argv[1], '--with-ft', 'ulfm'], os.environ, 'openmpi', Job(('a',), 2)))"
     done = subprocess.run([sys.executable, "-c", code, mpirun], capture_output=True, text=True, timeout=60)
     ours = "hpcdp launch: the watchdog has ended the job: rank 1 (host a, pid 7) is gone\n"

@@ -19,7 +19,7 @@ UNKNOWN = "a rank was killed, and srun has killed others: which one failed first
 RUN = """
 import os, sys
 from hpcdp.launch.runner import supervise
-from hpcdp.launch.spec import Job
+from hpcdp.launch.launchers import Job
 sys.exit(supervise(["sh", "-c", 'printf "%s" "$0" >&2; exit 14', sys.argv[1]], os.environ, "srun", Job(("sh",), 4),
                    elsewhere=4))
 """

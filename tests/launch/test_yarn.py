@@ -26,8 +26,7 @@ from raises import raises
 
 from hpcdp.errors import ConfigError, LaunchError
 from hpcdp.launch import mpi_library
-from hpcdp.launch.launchers import yarn
-from hpcdp.launch.spec import Host, Job
+from hpcdp.launch.launchers import Host, Job, yarn
 
 IS_OPEN_MPI = mpi_library.find_library().family == "openmpi"
 several = pytest.mark.skipif(IS_OPEN_MPI, reason="Open MPI needs one container a machine (tests/cluster has two)")

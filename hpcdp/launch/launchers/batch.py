@@ -40,7 +40,7 @@ from .. import mpi_library
 from ..mpi_library import FIND_PROGRAMS, READ_BY_PROGRAMS, Dialect
 from ..process_monitor import bound
 from ..runner import ENDING, FORWARDED, refuse_rank
-from ..spec import Host, Job, LaunchPlan
+from . import Host, Job, LaunchPlan
 
 Valid = Mapping[str, tuple[str, str]]
 """For each option, the pattern of a valid value and its description."""

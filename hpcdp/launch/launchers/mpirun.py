@@ -27,8 +27,7 @@ from ..guard_client import ALIVE, AT_ONCE, SSH, Guards
 from ..hosts import assign_ranks, of_ranks, those_of_this_machine
 from ..mpi_library import Dialect, environment, environment_of_hosts, program, travelling
 from ..runner import check, check_binding, say, supervise, warn_of_other_library
-from ..spec import Command, Job, LaunchPlan, server
-from . import batch
+from . import Command, Job, LaunchPlan, batch, server
 
 EXCLUDED = (".git", ".hg", ".svn", ".venv*", "__pycache__", ".*_cache", ".ipynb_checkpoints", "*.egg-info")
 """Patterns of files that are not copied: histories, environments, caches."""

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from ...core.environment import module
 from ...errors import ConfigError, LaunchError, to_stderr
-from ..spec import Command, Job, LaunchPlan
-from . import batch
+from . import Command, Job, LaunchPlan, batch
 
 _AGAIN = 99
 """The exit status with which Grid Engine restarts a job."""

@@ -20,8 +20,7 @@ from .. import mpi_library
 from ..hosts import Allocation, allocation, assign_ranks, of_ranks
 from ..mpi_library import Dialect, blas_threads, program
 from ..runner import check, supervise, warn_of_other_library
-from ..spec import Command, Job, LaunchPlan, server
-from . import batch
+from . import Command, Job, LaunchPlan, batch, server
 
 MPI_TYPES = {"openmpi": "pmix", "mpich": "pmi2"}
 """The value of srun's --mpi for the libraries of each family."""

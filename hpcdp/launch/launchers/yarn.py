@@ -31,8 +31,7 @@ from ...core.environment import module
 from ...errors import ConfigError, LaunchError, listed, to_stderr
 from ..mpi_library import find_library
 from ..process_monitor import adopt, bound, end_orphans
-from ..spec import Command, Job, LaunchPlan
-from . import batch
+from . import Command, Job, LaunchPlan, batch
 from .batch import ERRORS, OUTPUT, STATUS, replace
 
 _COMMAND, _WRITTEN, _ENDED = ".command", ".written", ".ended"
