@@ -13,13 +13,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..collectives import allgather
 from ..comm import World
 from ..comm.consistency import require_same
 from ..data_parallel import Reducer
@@ -143,6 +144,7 @@ class Backward:
     Args:
         params: the trained parameters, in the order of their registration. An earlier owner of their gradients raises
             an error in its next forward.
+        sparse: other parameters by name, whose gradients are sparse: their rows are gathered, and not reduced.
         reducer: the reducer of the same parameters.
         world: the ranks.
         find_unused: whether a parameter without a gradient is allowed.
@@ -152,6 +154,7 @@ class Backward:
     def __init__(
         self,
         params: Sequence[TorchParameter],
+        sparse: Mapping[str, torch.nn.Parameter],
         reducer: Reducer,
         world: World,
         find_unused: bool,
@@ -159,6 +162,9 @@ class Backward:
     ) -> None:
         self.use(reducer, sums)
         self.params = {param.name: param for param in params}
+        self.tensors = {param.name: param.tensor for param in params} | dict(sparse)
+        """All parameters by name."""
+        self._sparse = sparse
         self.syncing = True
         """True if a backward ends with the average over all ranks; otherwise it only adds to this rank's gradients."""
         self.awaits_step = False
@@ -167,7 +173,8 @@ class Backward:
         self.turns.events["backward"] = lambda _: self._average()
         self.find_unused = find_unused
         self._world = world
-        self._device = params[0].device
+        self._device = params[0].device if params else None
+        self._gathers: set[str] = set()  # parameters with a sparse gradient of a backward that counts
         self.at_close: Callable[[], object] = lambda: None
         """Called on every rank after the gradients of a step are summed."""
         self._held: set[str] = set()  # parameters written without synchronization
@@ -176,27 +183,27 @@ class Backward:
         self._writes = False  # the current backward has written a gradient, or has reached a mark
         self._armed = False  # the next backward counts even if it passes through no known output
         self._taken_over: str | None = None  # a parameter with a later owner
-        for param in params:
-            self._take(param)
+        for name, tensor in self.tensors.items():
+            self._take(name, tensor)
 
     def use(self, reducer: Reducer, sums: bool) -> None:
         """Reduce by ``reducer`` from the next step; see the class for ``sums``."""
         self.reducer, self._sums = reducer, sums
 
-    def _take(self, param: TorchParameter) -> None:
-        before, handle = _takers.get(param.tensor, (lambda: None, None))
+    def _take(self, name: str, tensor: torch.Tensor) -> None:
+        before, handle = _takers.get(tensor, (lambda: None, None))
         if handle is not None:
             handle.remove()
         if before() is not None:
-            before()._taken_over = param.name
-        weak, name = weakref.ref(self), param.name  # the tensor keeps the hook and its references alive
+            before()._taken_over = name
+        weak = weakref.ref(self)  # the tensor keeps the hook and its references alive
 
         def written(_tensor: torch.Tensor) -> None:
             owner = weak()
             if owner is not None:
-                owner._written(owner.params[name])
+                owner._written(name)
 
-        _takers[param.tensor] = weak, param.tensor.register_post_accumulate_grad_hook(written)
+        _takers[tensor] = weak, tensor.register_post_accumulate_grad_hook(written)
 
     def begin(self) -> None:
         """Prepare for a forward that a backward may follow: drop the gradients of a failed backward.
@@ -220,7 +227,7 @@ class Backward:
 
     def drop(self) -> None:
         """Drop the gradients since the last reduction; with overlap every rank must call."""
-        self._held = set()
+        self._held, self._gathers = set(), set()
         self._queued = self._counts = self._writes = False
         reducer = self.reducer
         if not reducer.is_untouched:
@@ -260,32 +267,39 @@ class Backward:
             self._queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
 
-    def _written(self, param: TorchParameter) -> None:
-        gradient = param.tensor.grad
+    def _written(self, name: str) -> None:
+        gradient = self.tensors[name].grad
         if gradient is None and self.find_unused:
             return  # autograd came by without a gradient, as from an output that the loss does not use
-        if gradient is not None and gradient.layout is not torch.strided:
+        layout = torch.sparse_coo if name in self._sparse else torch.strided
+        if gradient is not None and gradient.layout is not layout:
+            kind, remedy = ("dense", "nn.Embedding(sparse=True) for its weight alone") if layout is torch.strided else (
+                "sparse", "nn.Embedding(sparse=False) for a weight that other layers use, too")  # fmt: skip
             raise UnsupportedError(
-                "backward", where=param.name, expected="a dense gradient",
-                got=f"a gradient of layout {gradient.layout}", remedy="make the layer with sparse=False",
+                "backward", where=name, expected=f"a {kind} gradient", got=f"a gradient of layout {gradient.layout}",
+                remedy=f"use {remedy}",
             )  # fmt: skip
         if not self.syncing:
-            self._held.add(param.name)
+            self._held.add(name)
             return
         self._writes = True
         self._counts = self._counts or self._armed
         self._watch_end()
         if not self._counts:
-            self._held.add(param.name)  # this rank's alone, until a backward counts
+            self._held.add(name)  # this rank's alone, until a backward counts
             return
-        if not self.awaits_step and not self.reducer.is_missing(param.name):
+        if name in self._sparse:
+            self._gathers.add(name)
+            return
+        param = self.params[name]
+        if not self.awaits_step and not self.reducer.is_missing(name):
             raise StaleGradientError(
-                "backward", where=param.name, expected="one gradient of a parameter in each backward",
+                "backward", where=name, expected="one gradient of a parameter in each backward",
                 got="a second gradient", remedy="pass use_reentrant=False to torch.utils.checkpoint",
             )  # fmt: skip
-        if not self.reducer.is_writable(param.name):
+        if not self.reducer.is_writable(name):
             raise StaleGradientError(
-                "backward", where=param.name, expected="one backward before each step of a ShardedOptimizer",
+                "backward", where=name, expected="one backward before each step of a ShardedOptimizer",
                 got="another one", remedy="call step() or zero_grad() between, or all but the last within no_sync()",
             )  # fmt: skip
         param.contribute(self._share)
@@ -322,8 +336,22 @@ class Backward:
             for name, param in self.params.items():
                 if name not in unused or param.tensor.grad is not None:
                     param.take()
+        for name, tensor in self._sparse.items():
+            if name not in unused:
+                self._gather(tensor)
         self.reducer.reset()
         self.at_close()
+
+    def _gather(self, tensor: torch.Tensor) -> None:
+        """Set a sparse gradient to the average; every rank must call, with or without a gradient."""
+        own = tensor.grad
+        if own is None or self.turns.following:
+            own = _rows(torch.empty(1, 0, dtype=torch.int64), tensor[:0].detach().cpu(), tensor)
+        own = own.detach().to(tensor.device).coalesce()
+        rows = allgather(own.indices().t().contiguous(), self._world)
+        values = allgather(own.values().contiguous(), self._world)
+        if not self.turns.following:
+            tensor.grad = _rows(rows.t(), values / self.turns.divisor, tensor).coalesce()
 
     def close(self, settings: tuple[float, ...] = ()) -> set[str]:
         """Run the closing exchange, after which every rank has left backward; every rank must call.
@@ -342,9 +370,10 @@ class Backward:
         """
         reducer, held, following = self.reducer, self._held, self.turns.following
         missing = reducer.missing
-        self._held = set()
+        not_gathered = [name for name in self._sparse if name not in self._gathers]
+        self._held, self._gathers = set(), set()
         # An optimizer's zero_grad() may have dropped held gradients.
-        unused = [name for name in missing if name not in held or self.params[name].tensor.grad is None]
+        unused = [name for name in missing + not_gathered if name not in held or self.tensors[name].grad is None]
         waits = reducer.keeps_unsent and bool(missing)  # until all ranks know which parameters not to send
         if not waits:
             self._launch_missing(missing)
@@ -356,13 +385,13 @@ class Backward:
             if waits:
                 self._launch_missing(missing)
             return set()
-        older = [name for name in unused if self.params[name].tensor.grad is not None]  # which other ranks add to
+        older = [name for name in unused if self.tensors[name].grad is not None]  # which other ranks add to
         exchanged = self._world.comm.allgather_json(None if following else [unused, older])
         by_rank = [None if names is None else names[0] for names in exchanged]
         if not self.find_unused:
             self._end_reductions()
             rank, names = next((rank, names) for rank, names in enumerate(by_rank) if names)
-            if len(names) == len(self.params) and self.awaits_step:
+            if len(names) == len(self.tensors) and self.awaits_step:
                 raise StaleGradientError(
                     "step", where=f"rank {rank}", expected="a backward since the last step or zero_grad()", got="none"
                 )
@@ -373,7 +402,8 @@ class Backward:
             )  # fmt: skip
         left_alone = set.intersection(*(set(names) for names in by_rank if names is not None))
         if waits:
-            reducer.keep_unsent(left_alone.difference(*(names[1] for names in exchanged if names is not None)))
+            unsent = left_alone.difference(*(names[1] for names in exchanged if names is not None))
+            reducer.keep_unsent(unsent & self.params.keys())
             self._launch_missing(missing)
         return left_alone
 
@@ -396,3 +426,8 @@ class Backward:
         with tensors.on_torchs_stream(self._device):
             self.reducer.drop()  # wait for the reductions that were launched
         self.reducer.reset()
+
+
+def _rows(indices: torch.Tensor, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a sparse tensor of the shape of ``like``; rows of the same index add up."""
+    return torch.sparse_coo_tensor(indices, values, like.shape, check_invariants=False)

@@ -81,7 +81,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     Args:
         module: the module, on the CPU, or on one GPU, where gradients are then summed, with CuPy. Frozen parameters
-            (``requires_grad=False``) are left alone, and must stay frozen.
+            (``requires_grad=False``) are left alone, and must stay frozen. Gradients of embeddings with ``sparse=True``
+            stay sparse: the rows of all ranks are gathered, and summed on each.
         world: the ranks; default `hpcdp.init()`.
         owner: ``"rank"``: every rank gets all averages, and updates everything with any optimizer. ``"shard"``: for a
             `ShardedOptimizer`, which sums and updates in one pass; with overlap, each of its steps needs one backward,
@@ -113,7 +114,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         MismatchError: the ranks' parameters or settings differ; on every rank, naming ranks and the first difference.
         ConfigError: no trainable parameters, an unknown owner or codec, an invalid world, another argument of torch's
             wrapper; or the module is on a GPU, and CuPy is missing.
-        UnsupportedError: a parameter that is not dense and of a floating dtype, or on another device than the others.
+        UnsupportedError: a parameter that is not dense, of a floating or complex dtype, or is on another device than
+            the others; an embedding with sparse gradients, with ``owner="shard"``.
 
     Source: Li et al., "PyTorch Distributed: experiences on accelerating data parallel training", 2020, section 3.
     """
@@ -145,14 +147,22 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             str(name).removeprefix(".") for name in getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         )
         params = self._shared(module.named_parameters())
-        trained = [TorchParameter(name, tensor, moves) for name, tensor in params if tensor.requires_grad]
+        sparse = _sparse(module)
+        trained = [TorchParameter(name, tensor, moves) for name, tensor in params
+                   if tensor.requires_grad and id(tensor) not in sparse]  # fmt: skip
+        gathered = {name: tensor for name, tensor in params if tensor.requires_grad and id(tensor) in sparse}
+        if gathered and moves:
+            raise UnsupportedError(
+                "DistributedDataParallel", where=next(iter(gathered)), expected="a dense gradient with owner='shard'",
+                got="an embedding with sparse=True", remedy="make it with sparse=False, or pass owner='rank'",
+            )  # fmt: skip
         self._frozen = {name: tensor for name, tensor in params if not tensor.requires_grad}
-        if not trained:
+        if not trained and not gathered:
             raise ConfigError(
                 "DistributedDataParallel", where="module", expected="at least one parameter that requires a gradient",
                 got="none",
             )  # fmt: skip
-        self.device = trained[0].tensor.device
+        self.device = next(tensor for _, tensor in params if tensor.requires_grad).device
         self.gpu = _one_device(trained)
         """GPU of the module; None on the host."""
         _refuse(of_torchs, self.device)
@@ -176,7 +186,9 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         reducer = self._make_reducer(settings)
         if self.gpu is not None and self.world.size > 1 and self._buffers_of_all is not None:
             self._buffers_of_all.on_gpu = GpuBuffers(self.world, self.gpu, reducer.way)
-        self.backward_pass = Backward(trained, reducer, self.world, find_unused_parameters, settings is not None)
+        self.backward_pass = Backward(
+            trained, gathered, reducer, self.world, find_unused_parameters, settings is not None
+        )
         self.backward_pass.turns.events["forward"] = self._before_forward
         self.backward_pass.at_close = self._after_backward
         self._buffers_differ: bool | None = None
@@ -322,7 +334,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
         Known parameters may have moved, by pruning or tying, or may be gone.
         """
-        known = {id(param.tensor) for param in self.backward_pass.params.values()}
+        known = {id(tensor) for tensor in self.backward_pass.tensors.values()}
         for name, tensor in self._shared(self.module.named_parameters()):
             # `torch.func.functional_call` temporarily replaces parameters by tensors.
             if tensor.requires_grad and id(tensor) not in known and isinstance(tensor, torch.nn.Parameter):
@@ -555,9 +567,15 @@ def _places(module: torch.nn.Module) -> list[tuple[Mapping[str, Any], str, Any]]
             if isinstance(held, dict) for name, value in held.items()]  # fmt: skip
 
 
+def _sparse(module: torch.nn.Module) -> set[int]:
+    """Return the ids of parameters whose gradients are sparse."""
+    embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    return {id(layer.weight) for layer in module.modules() if isinstance(layer, embeddings) and layer.sparse}
+
+
 def _one_device(trained: Sequence[TorchParameter]) -> Device | None:
     """Return the GPU of all parameters, None for the host; `UnsupportedError` if devices differ."""
-    device = trained[0].device
+    device = trained[0].device if trained else None
     odd = next((param for param in trained if param.device != device), None)
     if odd is not None:
         raise UnsupportedError(

@@ -322,8 +322,11 @@ _SUMMED_AS: dict[Any, np.dtype[Any]] = {
     torch.float32: np.dtype(np.float32),
     torch.bfloat16: np.dtype(np.float32),
     torch.float16: np.dtype(np.float32),
+    torch.complex64: np.dtype(np.float32),
+    torch.complex128: np.dtype(np.float64),
 }
-"""Dtype of the sum by dtype: half precision is summed in single, because NumPy has no bfloat16, and for accuracy."""
+"""Dtype of the sum by dtype: half precision is summed in single, because NumPy has no bfloat16, and for accuracy.
+Complex numbers are pairs of real ones."""
 
 
 _moved: Any = WeakTensorKeyDictionary()
@@ -356,7 +359,7 @@ class TorchParameter:
         if dtype is None or not is_reachable or tensor.layout is not torch.strided:
             raise UnsupportedError(
                 "DistributedDataParallel", where=name,
-                expected="a dense parameter of float64, float32, bfloat16 or float16, in CPU memory or on a CUDA GPU",
+                expected="a dense parameter of float or complex, of 16 to 64 bits a number, on the CPU or a CUDA GPU",
                 got=f"{tensor.layout}, {tensor.device}, {tensor.dtype}",
             )  # fmt: skip
         if device is not None:
@@ -372,8 +375,9 @@ class TorchParameter:
         self._has_order = moves or tensor.is_contiguous()
         """True if the elements are in the order of ``tensor``'s memory, not in C order."""
         is_c_order = tensor.is_contiguous() or not moves
-        self.shape = tuple(tensor.shape) if is_c_order else (tensor.numel(),)
-        """Shape for the reducer: flat if the elements are not in C order."""
+        pair = (2,) * tensor.is_complex()
+        self.shape = (*tensor.shape, *pair) if is_c_order else (tensor.numel() * (1 + len(pair)),)
+        """Shape for the reducer: flat if the elements are not in C order, and with a last axis of 2 if complex."""
         self.dtype: np.dtype[Any] = dtype
         """Dtype of its bucket."""
         self.grad_req = "write"
@@ -388,6 +392,8 @@ class TorchParameter:
         """Array of `shape` over the tensor's memory; a copy in half precision, and if the tensor has gaps."""
         values = self.tensor.detach()
         values = values.float() if values.element_size() < self.dtype.itemsize else values
+        if values.is_complex():
+            return as_array(self.flat(values).reshape(self.shape))
         return as_array(values if self.shape == tuple(values.shape) else self.flat(values))
 
     @data.setter
@@ -397,15 +403,18 @@ class TorchParameter:
 
     def shaped(self, place: torch.Tensor) -> torch.Tensor:
         """Return a view of ``place``, of this `shape` and contiguous, in the tensor's shape and strides."""
+        if self.tensor.is_complex():
+            pairs = place.reshape(-1, 2)
+            place = torch.view_as_complex(pairs).reshape(self.tensor.shape)
         return place.reshape(-1).as_strided(self.tensor.shape, self._strides) if self._has_order else place
 
     def flat(self, values: torch.Tensor) -> torch.Tensor:
         """Return the inverse of `shaped`, in one dimension: a view if ``values`` has the strides, otherwise a copy."""
-        if not self._has_order:
-            return values.reshape(-1)
-        if values.stride() != self._strides:
-            values = self.shaped(torch.empty(values.numel(), dtype=values.dtype, device=values.device)).copy_(values)
-        return values.as_strided((values.numel(),), (1,))
+        if self._has_order and values.stride() != self._strides:
+            ordered = torch.empty_strided(values.shape, self._strides, dtype=values.dtype, device=values.device)
+            values = ordered.copy_(values)
+        line = values.as_strided((values.numel(),), (1,)) if self._has_order else values.reshape(-1)
+        return torch.view_as_real(line).reshape(-1) if line.is_complex() else line
 
     @property
     def grad(self) -> Array:

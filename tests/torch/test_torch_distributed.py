@@ -263,8 +263,8 @@ def test_what_cannot_be_wrapped_is_refused_by_name():
             wrap(nn.ReLU(), world)
         with raises(ConfigError, operation="DistributedDataParallel", where="owner", got="all"):
             wrap(network(0), world, owner="all")
-        with raises(UnsupportedError, operation="DistributedDataParallel", where="weight", got="torch.strided"):
-            wrap(nn.Linear(2, 2, dtype=torch.complex64), world)
+        with raises(UnsupportedError, operation="DistributedDataParallel", where="weight", got="torch.float8_e5m2"):
+            wrap(nn.Linear(2, 2).to(torch.float8_e5m2), world)
         with raises(
             MismatchError,
             operation="DistributedDataParallel",

@@ -152,3 +152,17 @@ def test_ranks_may_be_told_of_uneven_data_instead():
         loss_of(model, 0, world.rank).backward()  # all go on
 
     thread_comm.run(3, rank)
+
+
+def test_ranks_without_data_take_part_in_sparse_gradients_with_nothing():
+    def rank(world):
+        model = hpcdp.torch.DistributedDataParallel(nn.Embedding(5, 2, sparse=True), world)
+        with model.join():
+            for _ in range(1 + world.rank):
+                model.zero_grad()
+                model(torch.tensor([world.rank, 4])).sum().backward()
+        expected = [[0.0] * 2] * 2 + [[1 / 3] * 2] + [[0.0] * 2] + [[1 / 3] * 2]
+        if world.rank == 2:
+            assert torch.allclose(model.module.weight.grad.to_dense(), torch.tensor(expected))
+
+    thread_comm.run(3, rank)

@@ -3,6 +3,7 @@
 Ordinary runs take 3 ranks, as for `test_torch_parity`.
 """
 
+import contextlib
 import os
 
 import pytest
@@ -178,11 +179,59 @@ def no_gradient_of_a_used_parameter(wrap, rank):
     return model
 
 
+class Words(nn.Module):
+    """Sparse gradients of an embedding, and dense ones of what follows."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(6)
+        self.words, self.bags = nn.Embedding(9, 4, sparse=True), nn.EmbeddingBag(9, 4, sparse=True)
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, places):
+        return self.last(self.words(places).mean(1) * self.bags(places))
+
+
+def sparse_gradients(wrap, rank):
+    model = wrap(Words())
+    for step in range(3):
+        with model.no_sync() if step == 1 else contextlib.nullcontext():
+            model(torch.tensor([[rank, 3 + step], [5, rank]])).pow(2).sum().backward()
+    return model
+
+
+def sparse_gradients_alone(wrap, rank):
+    torch.manual_seed(8)
+    model = wrap(nn.Embedding(9, 4, sparse=True))
+    optimizer = torch.optim.SparseAdam(model.parameters(), 0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        if rank == 0:
+            model.module(torch.tensor([8])).sum().backward()
+            optimizer.zero_grad()
+        model(torch.tensor([rank, 3 + step])).pow(2).sum().backward()
+        optimizer.step()
+    return model
+
+
+def complex_parameters(wrap, rank):
+    torch.manual_seed(7)
+    layers = nn.Linear(4, 3, dtype=torch.complex64), nn.Linear(3, 2, dtype=torch.complex128)
+    convolution = nn.Conv2d(2, 4, 3, dtype=torch.complex64).to(memory_format=torch.channels_last)
+    model = wrap(nn.ModuleList([*layers, convolution]), find_unused_parameters=True)
+    model.module.forward = lambda x: layers[1](layers[0](x).to(torch.complex128))
+    for step in range(2):
+        model(batch(rank, step).to(torch.complex64)).abs().sum().backward()
+    model.module.forward = lambda x: convolution(x)
+    model(torch.view_as_complex(batch(rank).reshape(10, 2).repeat(5, 1)).reshape(1, 2, 5, 5)).abs().sum().backward()
+    return model
+
+
 CASES = [
     plain, through_the_module_on_one_rank, through_the_module_on_all_ranks, through_the_module_after_a_forward,
     a_loss_that_is_an_attribute, evaluation_between, accumulation, two_wrappers_in_one_loss, checkpointed,
     one_of_two_outputs, another_output_on_each_rank, an_output_that_one_step_leaves_out,
-    no_gradient_of_a_used_parameter,
+    no_gradient_of_a_used_parameter, sparse_gradients, sparse_gradients_alone, complex_parameters,
 ]  # fmt: skip
 
 
@@ -193,6 +242,7 @@ def wrapping(world, **more):
 def require_alike(found, expected):
     for (name, ours), theirs in zip(found.named_parameters(), expected.parameters(), strict=True):
         assert (ours.grad is None) == (theirs.grad is None), name
+        torch.testing.assert_close(ours, theirs)
         if ours.grad is not None:
             torch.testing.assert_close(ours.grad, theirs.grad, msg=lambda text, name=name: f"{name}: {text}")
 

@@ -4,7 +4,9 @@ import copy
 import dataclasses
 import gc
 import io
+import os
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -201,6 +203,31 @@ def test_parameters_of_no_elements_are_in_nobodys_way(rule, place):
     thread_comm.run(2, rank)
 
 
+@pytest.mark.parametrize(("owner", "overlap"), [("rank", False), ("shard", True)])
+def test_wrapping_again_and_again_leaks_nothing(owner, overlap):
+    def counts():
+        gc.collect()
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        shared = sum("memfd:" in line or "/dev/shm" in line for line in maps)
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), shared
+
+    def rank(world):
+        net, seen = Network(), []
+        for turn in range(53):
+            net.first.weight.requires_grad_(turn % 2 == 0)
+            model, optimizer = wrapped(net, world, owner, overlap=overlap)
+            loss_of(model, 0, world.rank).backward()
+            optimizer.step()
+            del model, optimizer
+            if turn in (2, 52):
+                world.barrier()
+                seen.append(counts() if world.rank == 0 else None)
+                world.barrier()
+        assert seen[0] == seen[1]
+
+    thread_comm.run(2, rank)
+
+
 def test_gradients_that_are_zeroed_count_no_more():
     def rank(world):
         net, reference = Network(), Network()
@@ -391,9 +418,11 @@ def test_what_cannot_be_done_is_refused_by_name():
             wrap(net, world)
         with raises(UnsupportedError, operation="DistributedDataParallel", where="weight", expected="values"):
             wrap(nn.LazyLinear(3), world)
-        sparse = wrap(nn.Embedding(5, 2, sparse=True), world)
-        with raises(UnsupportedError, operation="backward", where="weight"):
-            sparse(torch.tensor([1, 2])).sum().backward()
+        with raises(UnsupportedError, operation="DistributedDataParallel", where="weight", remedy="sparse=False"):
+            wrap(nn.Embedding(5, 2, sparse=True), world, owner="shard")
+        tied = wrap(nn.Embedding(5, 2, sparse=True), world)
+        with raises(UnsupportedError, operation="backward", where="weight", expected="a sparse gradient"):
+            (tied(torch.tensor([1, 2])) @ tied.module.weight.t()).sum().backward()
         net = Network()
         net.first.weight.requires_grad_(False)
         model = wrap(net, world)
