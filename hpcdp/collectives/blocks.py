@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..comm import Communicator, Request, World
-from ..comm.communicator import Steps, bounds
+from ..comm.communicator import Steps, StepsTo, bounds, join_parts
 from ..core.arrays import Array
 from . import ring, tree
 
@@ -41,8 +41,10 @@ class Layout:
     """The position in each rank's data at which its block for this rank begins."""
     longest: int
     """The size of the longest sent data of any rank, equal on all ranks."""
-    sizes: np.ndarray | None = None
-    """Shape ``(n, n)``: the bytes that each rank sends to each, in an alltoall of blocks that are not of one size."""
+    carried: np.ndarray | None = None
+    """Shape ``(k, m)``: the bytes that each of the k ranks of this node sends to each of the m ranks of other nodes to
+    which this rank sends in `by_node`; None for blocks of one size.
+    """
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,16 @@ def alltoall_layout(sizes: np.ndarray, rank: int) -> Layout:
     own, starts = offsets(sizes[rank].tolist()), np.cumsum(sizes, axis=1) - sizes
     ends = offsets(sizes[:, rank].tolist())
     longest = int(sizes.sum(axis=1).max())
-    return Layout(list(itertools.pairwise(own)), ends, starts[:, rank].tolist(), longest, sizes)
+    return Layout(list(itertools.pairwise(own)), ends, starts[:, rank].tolist(), longest)
+
+
+def layout_of_messages(sent: Sequence[int], received: Sequence[int], carried: np.ndarray | None) -> Layout:
+    """Return the layout of an alltoall by messages, of the bytes sent to each rank and received from each.
+
+    What other ranks exchange is unknown, except what this one passes on: see `Layout.carried`.
+    """
+    n = len(sent)
+    return Layout(list(itertools.pairwise(offsets(sent))), offsets(received), [0] * n, sum(sent), carried)
 
 
 def even_alltoall_layout(nbytes: int, ranks: int, rank: int) -> Layout:
@@ -199,44 +210,105 @@ def by_node(blocks: Blocks, world: World, tag: int) -> Steps:
     A rank first collects, from the ranks of its node, their blocks for the ranks of other nodes whose number on their
     node is its own, and then sends each of these ranks all blocks of the node in one message.
     """
-    comm, me = world.comm, world.rank
-    layout = blocks.layout
-    sizes = np.full((world.size, world.size), layout.ends[1]) if layout.sizes is None else layout.sizes
+    size = blocks.layout.ends[1]
     nodes = nodes_of(world)
-    here = next(node for node in nodes if me in node)
-    others = [node for node in nodes if node is not here]
-    carried = {carrier: _carried(others, number, len(here)) for number, carrier in enumerate(here)}
-    collected = {rank: np.empty(int(sizes[rank, carried[me]].sum()), np.uint8) for rank in here if rank != me}
-    collected[me] = _joined([blocks.to(target) for target in carried[me]])
+    carried = blocks.layout.carried
+    if carried is None:
+        carried = np.full((len(nodes.here), len(nodes.carried[nodes.number])), size)
+    yield from _by_node(blocks, world, tag, nodes, carried)
+
+
+def counts_by_node(counts: np.ndarray, world: World, tag: int) -> StepsTo[tuple[np.ndarray, np.ndarray | None]]:
+    """Move one number to each rank, of ``counts``, shape ``(n,)``, int64.
+
+    Returns:
+        The numbers received from each rank, shape ``(n,)``, and those of the messages that this rank passes on in
+            `by_node`, see `Layout.carried`; None if no node has several ranks.
+    """
+    received = np.empty_like(counts)
+    layout = even_alltoall_layout(counts.nbytes, counts.size, world.rank)
+    blocks = Blocks(layout, counts.view(np.uint8), received.view(np.uint8))
+    blocks.keep_own(world.rank)
+    if not 1 < world.num_nodes < world.size:
+        yield from bruck(blocks, world, tag)
+        return received, None
+    nodes = nodes_of(world)
+    shape = len(nodes.here), len(nodes.carried[nodes.number])
+    collected = yield from _by_node(blocks, world, tag, nodes, np.full(shape, counts.itemsize))
+    return received, np.concatenate([part.view(np.int64) for part in collected]).reshape(shape)
+
+
+def _by_node(blocks: Blocks, world: World, tag: int, nodes: Nodes, carried: np.ndarray) -> StepsTo[list[np.ndarray]]:
+    """Run `by_node`; return what this rank has collected from each rank of its node."""
+    comm, me, here = world.comm, world.rank, nodes.here
+    targets = nodes.carried[nodes.number]
+    own = _joined([blocks.to(target) for target in targets])
+    collected = [
+        own if rank == me else np.empty(int(sizes.sum()), np.uint8) for rank, sizes in zip(here, carried, strict=True)
+    ]
+    passed_on = {
+        carrier: _joined([blocks.to(target) for target in nodes.carried[number]])
+        for number, carrier in enumerate(here)
+        if carrier != me
+    }
     yield [
         *(comm.irecv(blocks.of(rank), rank, tag) for rank in here if rank != me and blocks.of(rank).size),
         *(comm.isend(blocks.to(rank), rank, tag) for rank in here if rank != me and blocks.to(rank).size),
-        *(comm.irecv(part, rank, tag + 1) for rank, part in collected.items() if rank != me and part.size),
         *(
-            comm.isend(part, carrier, tag + 1)
-            for carrier in here
-            if carrier != me and (part := _joined([blocks.to(target) for target in carried[carrier]])).size
+            comm.irecv(part, rank, tag + 1)
+            for rank, part in zip(here, collected, strict=True)
+            if rank != me and part.size
         ),
+        *(comm.isend(part, carrier, tag + 1) for carrier, part in passed_on.items() if part.size),
     ]
-    pieces = {rank: _cut(part, sizes[rank, carried[me]]) for rank, part in collected.items()}
-    sent = [_joined([pieces[rank][i] for rank in here]) for i in range(len(carried[me]))]
-    number = here.index(me)
-    received = [np.empty(int(sizes[node, me].sum()), np.uint8) for node in others]
+    pieces = [_cut(part, sizes) for part, sizes in zip(collected, carried, strict=True)]
+    sent = [_joined([part[i] for part in pieces]) for i in range(len(targets))]
+    received = [np.empty(sum(blocks.of(rank).size for rank in node), np.uint8) for node in nodes.others]
     yield [
         *(
-            comm.irecv(part, node[number % len(node)], tag)
-            for node, part in zip(others, received, strict=True)
+            comm.irecv(part, node[nodes.number % len(node)], tag)
+            for node, part in zip(nodes.others, received, strict=True)
             if part.size
         ),
-        *(comm.isend(part, target, tag) for target, part in zip(carried[me], sent, strict=True) if part.size),
+        *(comm.isend(part, target, tag) for target, part in zip(targets, sent, strict=True) if part.size),
     ]
-    for node, part in zip(others, received, strict=True):
+    for node, part in zip(nodes.others, received, strict=True):
         _distribute(part, [blocks.of(rank) for rank in node])
+    return collected
 
 
-def _carried(others: Sequence[Sequence[int]], number: int, ranks: int) -> list[int]:
-    """Return the ranks of other nodes to which rank ``number`` of a node of ``ranks`` ranks sends."""
-    return [rank for node in others for place, rank in enumerate(node) if place % ranks == number]
+@dataclass(frozen=True)
+class Nodes:
+    """The ranks by node, as `by_node` needs them."""
+
+    here: list[int]
+    """The ranks of this node."""
+    number: int
+    """The position of this rank in `here`."""
+    others: list[list[int]]
+    """The ranks of each other node."""
+    carried: list[list[int]]
+    """The ranks of other nodes to which each rank of this node sends."""
+
+
+def nodes_of(world: World) -> Nodes:
+    """Return the ranks by node; every rank must call the first time."""
+
+    def gathered() -> Nodes:
+        numbers = np.zeros(world.size, np.int32)
+        numbers[world.rank] = world.node
+        join_parts(numbers, world.comm)
+        nodes: list[list[int]] = [[] for _ in range(world.num_nodes)]
+        for rank, number in enumerate(numbers.tolist()):
+            nodes[number].append(rank)
+        here = nodes.pop(world.node)
+        carried: list[list[int]] = [[] for _ in here]
+        for node in nodes:
+            for place, rank in enumerate(node):
+                carried[place % len(here)].append(rank)
+        return Nodes(here, here.index(world.rank), nodes, carried)
+
+    return world.keep(nodes_of, gathered)
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -245,16 +317,6 @@ def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 def _cut(joined: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
     return np.split(joined, np.cumsum(sizes)[:-1]) if sizes.size else []
-
-
-def nodes_of(world: World) -> list[list[int]]:
-    """Return the ranks of each node; every rank must call the first time."""
-
-    def gathered() -> list[list[int]]:
-        numbers = world.comm.allgather_json(world.node)
-        return [[rank for rank, other in enumerate(numbers) if other == node] for node in range(world.num_nodes)]
-
-    return world.keep(nodes_of, gathered)
 
 
 ALGORITHMS = {

@@ -292,6 +292,12 @@ class Exchange:
     """``plan(counts)`` returns what is moved, given the counts of all ranks, shape ``(n, k)``; None for nothing."""
     sent: np.ndarray
     """Shape ``(nbytes,)``, uint8: this rank's data."""
+    plan_of_messages: Callable[[int, np.ndarray, np.ndarray | None], Moved] | None = None
+    """Replaces ``plan`` between nodes if rank r alone needs this rank's ``counts[r]``, given the largest of all counts
+    and the results of `blocks.counts_by_node`.
+    """
+    prepare: Callable[[World], object] = _none
+    """Gathers what the algorithms between nodes need to know of all ranks; called once in a world."""
     like: Array | None = None
     """The array whose kind the received array gets; default NumPy's."""
     out: Array | None = None
@@ -304,11 +310,19 @@ def _steps_of(exchange: Exchange, world: World) -> StepsTo[Any]:
     """Return the steps of an exchange; the first call of a world blocks until every rank has called."""
     progress, call = ProgressEngine.of(world), exchange.call
     shares = world.size > 1 and intra_node.can_share(world)
-    progress.prepare(intra_node.prepare if shares else block_algorithms.nodes_of, world, call)
+    progress.prepare(intra_node.prepare if shares else exchange.prepare, world, call)
     tag = 0
 
     def then(counts: np.ndarray) -> StepsTo[Any]:
-        moved = exchange.plan(counts)
+        return (yield from move(counts, exchange.plan(counts)))
+
+    def then_of_messages(largest: int) -> StepsTo[Any]:
+        assert exchange.plan_of_messages is not None
+        counts = np.array(exchange.counts, np.int64)
+        counts, carried = yield from block_algorithms.counts_by_node(counts, world, tag)
+        return (yield from move(counts, exchange.plan_of_messages(largest, counts, carried)))
+
+    def move(counts: np.ndarray, moved: Moved | None) -> StepsTo[Any]:
         if moved is None:
             return None
         receiver = _Receiver(call.operation, exchange.out, moved.shape, moved.dtype)
@@ -328,6 +342,8 @@ def _steps_of(exchange: Exchange, world: World) -> StepsTo[Any]:
         if shares:
             calls.number += 1
             gathering = intra_node.gather(call, counts, exchange.sent, then, world)
+        elif exchange.plan_of_messages is not None:
+            gathering = calls.largest(call, max(exchange.counts), then_of_messages)
         else:
             gathering = calls.gather(call, counts, then)
         tag = progress.tag(call.signature)
@@ -346,7 +362,7 @@ def allgather_exchange(name: str, world: World, x: Array, out: Array | None, *fa
         ends = [end * row_nbytes(row, dtype) for end in offsets(rows)]
         return Moved(*parts_of_all(ends, rank), (sum(rows), *row), dtype)
 
-    return Exchange(_call(name, host, *facts), [len(host)], plan, bytes_of(host), x, out)
+    return Exchange(_call(name, host, *facts), [len(host)], plan, bytes_of(host), like=x, out=out)
 
 
 def parts_of_all(ends: Sequence[int], rank: int) -> tuple[Layout, str]:
@@ -370,7 +386,7 @@ def gather_exchange(name: str, world: World, x: Array, root: int, out: Array | N
         return Moved(layout, "direct", (int(rows.sum()) * (rank == root), *row), dtype, finish)
 
     out = out if rank == root else None
-    return Exchange(_call(name, host, f"root {root}"), [len(host)], plan, bytes_of(host), x, out)
+    return Exchange(_call(name, host, f"root {root}"), [len(host)], plan, bytes_of(host), like=x, out=out)
 
 
 def scatter_exchange(
@@ -400,7 +416,9 @@ def scatter_exchange(
         finish = _unchanged if rank == root else functools.partial(in_kind_of_sender, kind)
         return Moved(layout, "direct", (rows[rank], *row), dtype, finish)
 
-    return Exchange(Call(name, name, f"root {root}"), counts, plan, bytes_of(host), x if rank == root else None, out)
+    return Exchange(
+        Call(name, name, f"root {root}"), counts, plan, bytes_of(host), like=x if rank == root else None, out=out
+    )
 
 
 def alltoall_exchange(name: str, world: World, x: Array, splits: Sequence[int] | None, out: Array | None) -> Exchange:
@@ -414,27 +432,42 @@ def alltoall_exchange(name: str, world: World, x: Array, splits: Sequence[int] |
         )  # fmt: skip
     length, row, dtype = len(host), host.shape[1:], host.dtype
 
+    width = row_nbytes(row, dtype)
+    # Ranks of several nodes, of which one has several ranks, need to know each other's nodes.
+    prepare = block_algorithms.nodes_of if 1 < world.num_nodes < n else _none
+
     def plan_of_even(counts: np.ndarray) -> Moved:
-        layout = block_algorithms.even_alltoall_layout(length * row_nbytes(row, dtype), n, rank)
-        return Moved(layout, _alltoall_algorithm(world, layout), (length, *row), dtype)
+        layout = block_algorithms.even_alltoall_layout(length * width, n, rank)
+        return Moved(layout, _alltoall_algorithm(world, layout.ends[1], is_even=True), (length, *row), dtype)
 
     def plan(counts: np.ndarray) -> Moved:
-        received = counts[:, rank].copy()
-        layout = block_algorithms.alltoall_layout(counts * row_nbytes(row, dtype), rank)
-        algorithm = _alltoall_algorithm(world, layout)
-        return Moved(layout, algorithm, (int(received.sum()), *row), dtype, lambda rows: (rows, received.copy()))
+        return planned(
+            int(counts.max()), counts[:, rank].copy(), block_algorithms.alltoall_layout(counts * width, rank)
+        )
 
+    def plan_of_messages(largest: int, received: np.ndarray, carried: np.ndarray | None) -> Moved:
+        passed_on = None if carried is None else carried * width
+        sent = [count * width for count in rows]
+        layout = block_algorithms.layout_of_messages(sent, (received * width).tolist(), passed_on)
+        return planned(largest, received, layout)
+
+    def planned(largest: int, received: np.ndarray, layout: Layout) -> Moved:
+        algorithm = _alltoall_algorithm(world, largest * width, is_even=False)
+        return Moved(layout, algorithm, (int(received.sum()), *row), dtype, lambda x: (x, received.copy()))
+
+    sent = bytes_of(host)
     if splits is None:
-        return Exchange(_call(name, host, f"{length} rows each"), [], plan_of_even, bytes_of(host), x, out)
-    return Exchange(_call(name, host, "splits"), rows, plan, bytes_of(host), x, out)
+        call = _call(name, host, f"{length} rows each")
+        return Exchange(call, [], plan_of_even, sent, prepare=prepare, like=x, out=out)
+    call = _call(name, host, "splits")
+    return Exchange(call, rows, plan, sent, plan_of_messages, prepare, x, out)
 
 
-def _alltoall_algorithm(world: World, layout: Layout) -> str:
-    """Return the algorithm of an alltoall by messages; the same on every rank."""
-    longest = layout.ends[1] if layout.sizes is None else int(layout.sizes.max())
+def _alltoall_algorithm(world: World, longest: int, is_even: bool) -> str:
+    """Return the algorithm of an alltoall by messages, given the bytes of the longest block of any rank."""
     if 1 < world.num_nodes < world.size and longest <= _JOINED_NBYTES:
         return "by_node"
-    return "bruck" if layout.sizes is None and longest <= _SHORT_NBYTES else "pairwise"
+    return "bruck" if is_even and longest <= _SHORT_NBYTES else "pairwise"
 
 
 def barrier_exchange(name: str, world: World, x: None, out: None) -> Exchange:

@@ -41,8 +41,8 @@ _DTYPE, _KIND, _AXES, _FOLLOWS, _SHAPE = range(5)
 _WORD, _MOST_AXES = 8, 64
 _MOST_HEADER = _WORD * (_SHAPE + _MOST_AXES)
 """The longest message without data."""
-_YIELDS = 2000
-"""Tests for a message before a blocking receive naps: about a millisecond."""
+_SPINS, _YIELDS = 30, 2000
+"""Tests for a message before a blocking receive yields its core, and before it naps: some 30 us and a millisecond."""
 
 
 @accepts_tensors
@@ -134,7 +134,7 @@ def _receiving(
         receive = inbox.post(out, source)  # in the first step, during which no other thread starts an operation
         try:
             if not inbox.has_for(receive):
-                yield [PolledRequest(lambda: inbox.has_for(receive), _YIELDS)]
+                yield [PolledRequest(lambda: inbox.has_for(receive), _YIELDS, _SPINS)]
             assert receive.request is not None
             yield [receive.request]
             return receive.result(with_sender=source is None)

@@ -437,14 +437,20 @@ _YIELDS, _NAP_S = 10, 50e-6
 
 
 class PolledRequest:
-    """A request that is complete when ``test()`` returns true; a lone waiter naps after ``yields`` tests."""
+    """A request that is complete when ``test()`` returns true.
 
-    def __init__(self, test: Callable[[], bool], yields: int = _YIELDS) -> None:
+    A lone waiter tests ``spins`` times, then yields its core ``yields`` times, and then naps between tests.
+    """
+
+    def __init__(self, test: Callable[[], bool], yields: int = _YIELDS, spins: int = 0) -> None:
         self.test = test
-        self._yields = yields
+        self._yields, self._spins = yields, spins
 
     def wait(self) -> None:
         """Block until the condition is true."""
+        for _ in range(self._spins):
+            if self.test():
+                return
         wait_for(self.test, self._yields)
 
 

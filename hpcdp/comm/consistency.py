@@ -322,7 +322,7 @@ _FOLD, _RESULT = 0, 1
 """The lanes of messages from ranks beyond a power of two to their partner, and back."""
 _TEXT_NBYTES = 1 << 10
 _MOST_SIDES = 64
-_SUM = resolve("counts", "sum", np.dtype(np.int64))
+_SUM, _MAX = (resolve("counts", op, np.dtype(np.int64)) for op in ("sum", "max"))
 _BY_MESSAGES_FIRST = 16
 """Calls of a node's ranks that are compared by messages first: a program with few calls needs no compiled kernels."""
 _ALIKE = "call it with the same arguments, and in the same order, on all ranks"
@@ -668,6 +668,24 @@ class Calls:
         """Return `agree` as resumable steps. Steps that follow it in an algorithm run in the order of the calls."""
         self.number += 1
         return (self.messages if self.memory is None else self.memory).steps(call)
+
+    def largest(self, call: Call, number: int, then: Callable[[int], StepsTo[T]]) -> StepsTo[T]:
+        """Return resumable steps that compare ``call`` by messages, and continue with the largest number of any rank.
+
+        Args:
+            call: the call.
+            number: this rank's number.
+            then: returns the steps that follow.
+        """
+        self.number += 1
+        numbers = np.array([number], np.int64)
+        exchange = self.messages.steps(call, numbers, _MAX)
+
+        def steps() -> StepsTo[T]:
+            yield from exchange
+            return (yield from then(int(numbers[0])))
+
+        return steps()
 
     def gather(self, call: Call, counts: np.ndarray, then: Callable[[np.ndarray], StepsTo[T]]) -> StepsTo[T]:
         """Return resumable steps that compare ``call`` by messages, gather every rank's ``counts``, and continue.
