@@ -354,7 +354,7 @@ def check_writable(operation: str, paths: Iterable[str | None], world: World | N
     def check() -> None:
         for path in paths:
             if path and (reason := _obstacle(path)):
-                raise ConfigError(f"{operation}: {reason}")
+                raise ConfigError(operation, where=path, expected=_WRITABLE, got=reason)
 
     if world is None:
         check()
@@ -377,16 +377,19 @@ def check_memory(operation: str, world: World, nbytes: int, arrays: int) -> None
         )  # fmt: skip
 
 
+_WRITABLE = "a file that can be written"
+
+
 def _obstacle(path: str) -> str:
-    """Return the reason why ``path`` cannot be written, or an empty string."""
+    """Return what prevents writing ``path``, as the ``got`` of an error, or an empty string."""
     file = Path(path)
     try:
         if file.is_dir():
-            return f"{path} is a folder"
+            return "a folder"
         if not file.parent.is_dir():
-            return f"there is no folder {file.parent}"
+            return f"no folder {file.parent}"
         if file.exists() and not os.access(file, os.W_OK):
-            return f"{path} may not be written"
+            return "no permission"
         if not _is_special(file):  # try to write, because permissions do not restrict root, and /proc ignores them
             part = part_of(file.resolve())
             try:
@@ -394,12 +397,8 @@ def _obstacle(path: str) -> str:
             finally:
                 part.unlink(missing_ok=True)
     except (OSError, ValueError) as error:
-        return _reason(path, error)
+        return getattr(error, "strerror", None) or str(error)
     return ""
-
-
-def _reason(path: str, error: OSError | ValueError) -> str:
-    return f"{path} cannot be written: {getattr(error, 'strerror', None) or error}"
 
 
 def _is_special(path: Path) -> bool:
@@ -422,7 +421,7 @@ def write(path: str, content: bytes | str) -> None:
         with replaced(file.resolve()) as part:
             part.write_bytes(data)
     except OSError as error:
-        raise ConfigError(_reason(path, error)) from error
+        raise ConfigError("write", where=path, expected=_WRITABLE, got=error.strerror or error) from error
 
 
 def as_json(report: dict[str, Any]) -> str:

@@ -316,7 +316,7 @@ def test_a_file_that_fails_is_told_and_the_others_are_written(tmp_path: Path, mo
         return str(caught.value)
 
     for said in thread_comm.run(2, rank):
-        assert said == "bench: /dev/full cannot be written: No space left on device"
+        assert said == "bench: write [/dev/full]: expected a file that can be written, got No space left on device"
     assert len(json.loads(report.read_text())["rows"]) == 3
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert sorted(tmp_path.iterdir()) == [plot, report]
@@ -476,7 +476,7 @@ def test_dtypes_as_osu_names_them() -> None:
         ),
         (1, ["broadcast", "--algorithm", "ring"], "unknown broadcast algorithm 'ring'; valid: auto, "),
         (1, ["reduce", "--op", "summ"], "unknown op 'summ'; did you mean 'sum'? valid: sum, mean, min, max, prod"),
-        (2, ["broadcast", "-k", "2"], "bench --root-rank: expected a rank, 0 to 1, got 2"),
+        (2, ["broadcast", "-k", "2"], "bench --root-rank: expected a rank from 0 to 1, got 2"),
         (
             2,
             ["allreduce", "-k", "1"],
@@ -484,10 +484,14 @@ def test_dtypes_as_osu_names_them() -> None:
         ),
         (2, ["allreduce", "-M", "2"], "bench --mem-limit: expected 4 bytes or more, got 2"),
         (2, ["allreduce", "-m", "1G:512G"], "expected messages that fit into the "),
-        (2, ["allreduce", "--csv", "/nowhere/x.csv"], "bench: there is no folder /nowhere"),
-        (2, ["allreduce", "--json", "."], "bench: . is a folder"),
-        (2, ["allreduce", "--json", "/proc/x.json"], "bench: /proc/x.json cannot be written: "),
-        (2, ["allreduce", "--plot", f"{'x' * 300}.png"], "cannot be written: File name too long"),
+        (
+            2,
+            ["allreduce", "--csv", "/nowhere/x.csv"],
+            "bench [/nowhere/x.csv]: expected a file that can be written, got no folder /nowhere",
+        ),
+        (2, ["allreduce", "--json", "."], "bench [.]: expected a file that can be written, got a folder"),
+        (2, ["allreduce", "--json", "/proc/x.json"], "bench [/proc/x.json]: expected a file that can be written, got "),
+        (2, ["allreduce", "--plot", f"{'x' * 300}.png"], "can be written, got File name too long"),
         (1, ["allreduc"], "unknown benchmark 'allreduc'; did you mean 'allreduce'? valid: latency, "),
         (1, ["allreduce", "--style", "ncl"], "unknown style 'ncl'; did you mean 'nccl'? valid: osu, nccl"),
         (1, ["latency", "--style", "nccl"], "--style nccl: expected allreduce, reduce_scatter, allgather"),

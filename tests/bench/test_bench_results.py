@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from raises import raises
 
 from hpcdp.bench import measure
 from hpcdp.errors import ConfigError
@@ -18,7 +19,7 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytes
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(ConfigError, match=r"result\.json cannot be written: No space left on device"):
+    with raises(ConfigError, where=path, got="No space left on device"):
         measure.write(str(path), "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
@@ -44,5 +45,5 @@ def test_the_check_touches_nothing(tmp_path: Path) -> None:
     measure.check_writable("test", [str(path), str(tmp_path / "new")])
     assert list(tmp_path.iterdir()) == [path]
     assert os.stat(path).st_mtime_ns == before
-    with pytest.raises(ConfigError, match="test: there is no folder"):
+    with raises(ConfigError, operation="test", where=tmp_path / "nowhere" / "new"):
         measure.check_writable("test", [str(tmp_path / "nowhere" / "new")])

@@ -3,7 +3,6 @@
 import contextlib
 
 import numpy as np
-import pytest
 from raises import raises
 
 from hpcdp.collectives import Monoid, allgather, allreduce, broadcast, iallreduce, reduce
@@ -42,9 +41,12 @@ def test_a_call_that_is_repeated_is_still_checked():
         for _ in range(3):
             assert allreduce(x, world=part) is x
             x /= n
-        with pytest.raises(UnsupportedError, match="expected a writeable array, got a read-only array"):
+        with raises(UnsupportedError, operation="allreduce", got="read-only"):
             allreduce(np.broadcast_to(1.0, (2, 3)), world=part)
-        with pytest.raises(HpcdpError, match="got one that others read"), refusing([x], "one that others read"):
+        with (
+            raises(HpcdpError, operation="allreduce", got="one that others read"),
+            refusing([x], "one that others read"),
+        ):
             allreduce(x, world=part)
         strided = np.full((4, 6), world.rank + 1.0)[::2, ::2]
         assert (allreduce(strided, world=part) == n * (n + 1) / 2).all()
@@ -53,11 +55,11 @@ def test_a_call_that_is_repeated_is_still_checked():
         assert request.test() and (later == n).all()  # a blocking call completes what has been started
         other = Monoid(np.fmax, name="sum")
         assert (allreduce(np.full((2, 3), world.rank), other, part) == n - 1).all()
-        with pytest.raises(MismatchError, match=rf"op 'max' on rank {n - 1}"):
+        with raises(MismatchError, got=["op 'max'", f"rank {n - 1}"]):
             allreduce(np.ones((2, 3)), "max" if world.rank == n - 1 else "sum", part)
         assert (allreduce(np.ones((2, 3)), world=part) == n).all()
         part.close()
-        with pytest.raises(ConfigError, match="allreduce: expected an open world"):
+        with raises(ConfigError, operation="allreduce", got="close()"):
             allreduce(x, world=part)
 
     for n in (2, 3):

