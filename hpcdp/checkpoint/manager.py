@@ -637,11 +637,11 @@ class Manager:
             step: the step's number, at least 0; a checkpoint of the same number is replaced.
             state: dicts (with keys str or int), lists, tuples, arrays, numbers, texts, None, `Sharded`, `PerRank`, and
                 objects with ``state_dict()`` and ``load_state_dict()``: networks, trainers, stores, loaders, random
-                generators, and those of PyTorch. Except in a `Sharded` or `PerRank` it must be alike on all ranks.
+                generators, and those of PyTorch. Except in a `Sharded` or `PerRank` it must be equal on all ranks.
                 Running statistics of networks are saved for each rank, and averaged.
-            metrics: numbers by name, with that of ``best``; alike on all ranks. NaN and infinities are left out. None:
+            metrics: numbers by name, with that of ``best``; equal on all ranks. NaN and infinities are left out. None:
                 the step was not evaluated.
-            config: a dict of JSON values that `restore` returns; alike on all ranks.
+            config: a dict of JSON values that `restore` returns; equal on all ranks.
             wait: True: return when the checkpoint is complete on disk. False: return when the state is copied; a thread
                 writes it, and the next `wait`, `poll` or `save` raises its errors.
 

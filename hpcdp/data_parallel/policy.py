@@ -124,7 +124,7 @@ class Unwritten:
         if not self._may_differ:
             frozen = listed(self.frozen(unused)) or "none"
             remedy = (
-                "set grad_req alike on all ranks, between step() and the next backward; or let ranks use different "
+                "set the same grad_req on all ranks, between step() and the next backward; or let ranks use different "
                 "parameters by Policy(unused='zero')"
             )
             require_same(comm, operation, [f"parameters frozen by grad_req='null': {frozen}"], remedy)

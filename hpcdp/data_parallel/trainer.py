@@ -131,7 +131,7 @@ def require_alike(world: World, params: Sequence[Parameter], optimizer: Optimize
 def require_same_settings(comm: Communicator, operation: str, learning_rate: float, loss_scale: float) -> None:
     """Raise `MismatchError` where learning rate or loss scale differ between ranks; every rank must call."""
     items = [f"learning rate {learning_rate}", f"loss scale {loss_scale}"]
-    require_same(comm, operation, items, "change them alike on all ranks")
+    require_same(comm, operation, items, "make the same changes on all ranks")
 
 
 def require_same_parameters(own: Mapping[str, object], given: Mapping[str, object]) -> None:

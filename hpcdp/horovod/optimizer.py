@@ -94,7 +94,9 @@ class _Reduction:
         self._delay[param] -= 1
         if self._delay[param] < 0:
             raise StaleGradientError(
-                "backward", expected=f"at most {self.passes} backward passes before step() or synchronize()", got="one more",
+                "backward",
+                expected=f"at most {self.passes} backward passes before step() or synchronize()",
+                got="one more",
                 remedy="pass backward_passes_per_step= to hvd.DistributedOptimizer",
             )  # fmt: skip
         if self._delay[param] == 0:

@@ -194,7 +194,7 @@ class EarlyStopping(Callback):
 
 
 class StatesOfCallbacks:
-    """The states of all callbacks with an `alike`, keyed by it. A callback without a saved state starts afresh."""
+    """The saved states of the callbacks that all ranks have (`Callback.alike`); others start without a saved state."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self._callbacks = [(callback.alike(), callback) for callback in callbacks if isinstance(callback, Stateful)]

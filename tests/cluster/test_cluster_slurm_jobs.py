@@ -217,7 +217,7 @@ def test_a_job_that_has_lost_a_node_goes_on_on_others(slurm: Cluster, launcher: 
         cluster.kill(2)
         site.until(lambda: "NodeList=node[1,3]" in site.show(job), "the second start")
         log = (site.folder / "runs" / f"train-{job}.out").read_text()
-        assert "; no answer from node2\n" in log and f"job {job} waits until Slurm says that it has lost node2\n" in log
+        assert "; no answer from node2\n" in log and f"job {job} waits until Slurm reports that node2 is down\n" in log
         metrics = run / "metrics.jsonl"
         done = metrics.read_text().count('"epoch"')
         site.until(lambda: metrics.read_text().count('"epoch"') > done + 3, "further epochs")

@@ -337,7 +337,7 @@ def test_who_asks_now_and_then_soon_learns_that_another_rank_does_something_else
     sent = [comm.isend(x, right, make_tag(1, 0))]
     received = comm.irecv(y, left, make_tag(2, 0))
     begin = time.monotonic()
-    with raises(MismatchError, got=f"rank {left}"):
+    with raises(MismatchError, where=f"from rank {left} of this communicator"):
         while not received.test():
             assert time.monotonic() - begin < 5
             time.sleep(1e-3)  # as often as a lane at rest

@@ -359,7 +359,7 @@ def test_after_the_loss_of_a_node_slurm_says_so_before_the_job_comes_back(tmp_pa
     outside = "hpcdp: job 12 was ended from outside; unless Slurm requeues it" + AGAIN.replace(";", ",", 1)
     assert said.splitlines()[-3:] == [
         f"{FAILED}; no answer from n2",
-        "hpcdp: job 12 waits until Slurm says that it has lost n2",
+        "hpcdp: job 12 waits until Slurm reports that n2 is down",
         "hpcdp: job 12 is requeued" if named else outside,
     ]
     assert (status, stage.requeued) == (137, "requeue 12\n" if named else "")

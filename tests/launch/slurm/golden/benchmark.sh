@@ -1,5 +1,5 @@
 #!/bin/bash -l
-# A benchmark: whole nodes, nobody beside it, and no second try.
+# A benchmark on exclusive nodes, never requeued.
 #SBATCH --job-name=benchmark
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1

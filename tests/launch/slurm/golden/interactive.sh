@@ -1,6 +1,6 @@
 #!/bin/bash -l
-# Nodes for a session at the terminal; run this script with bash. In its shell `hpcdp launch -- PROGRAM` uses all of
-# them, and exit gives them back.
+# Nodes for an interactive session; run this script with bash. In its shell
+# `hpcdp launch -- PROGRAM` uses all nodes, and `exit` releases them.
 options=(
   --job-name=interactive
   --nodes=2

@@ -1,5 +1,6 @@
 #!/bin/bash -l
-# Training on CPUs, as long as it takes: stopped two minutes before the time is up, requeued, resumed.
+# Training on CPUs: stops two minutes before the time limit, is requeued, and
+# resumes until it is complete.
 #SBATCH --job-name=train
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=2
@@ -33,7 +34,7 @@ checkpoints=$run/checkpoints
 requeues=3
 program=(hpcdp train lenet --data digits --run-dir "$run" --resume auto)
 
-# The newest complete checkpoint, empty where there is none, or this script does not know where they are.
+# Print the name of the newest complete checkpoint; nothing if there is none.
 newest() {
   local each found=''
   for each in "$checkpoints"/step-*; do
@@ -44,7 +45,7 @@ newest() {
   echo "$found"
 }
 
-# Which of this job's nodes do not answer where Slurm's daemon is.
+# Print the nodes of this job whose Slurm daemon does not accept connections.
 unanswering() {
   local line port
   port=$(scontrol show config | sed -n 's/^SlurmdPort *= *//p')
@@ -56,7 +57,7 @@ unanswering() {
   wait
 }
 
-# Whether Slurm itself says that each of these nodes does not answer, or is down.
+# Return whether Slurm reports each of these nodes as down or not responding.
 has_named() {
   local node
   for node in "$@"; do
@@ -64,8 +65,10 @@ has_named() {
   done
 }
 
-# The rank that failed first by what srun says, whose own status is the largest of all, or 14 of a rank whose peer has
-# gone: one that ended by itself, else one that was killed, as srun kills others of one that has failed.
+# Set `status` and `failed` from srun's messages, to the task that failed first:
+# one that ended by itself, else one that was killed (srun kills the others after
+# a failure), else one with status 14 (the connection to another rank closed).
+# srun's own exit status is only the largest of all.
 blame() {
   local line how code rank=3 of_line
   while IFS= read -r line; do
@@ -101,11 +104,12 @@ blame() {
 began=$(newest)
 words=$(mktemp) || exit 1
 trap 'rm -f "$words"' EXIT
-exec 3> >(trap '' USR1 TERM; exec tee "$words" >&2)  # a child of this shell: what starts ranks ends its own children
+# A child of this shell, because the launcher ends its own children.
+exec 3> >(trap '' USR1 TERM; exec tee "$words" >&2)
 
-# Whatever is started ignores USR1 until it takes it: nothing dies of a signal that comes early, and since one that is
-# ignored is lost, it is passed on again and again in the first two minutes. The ranks are polled: a `wait` returns at
-# every signal.
+# Ranks start with USR1 ignored, so an early signal cannot kill them. An ignored
+# signal is lost, so it is repeated in their first two minutes. The loop polls,
+# because `wait` returns at every signal.
 (
   trap '' USR1
   exec srun --mpi=pmix --wait=30 sh -c 'trap "" USR1; exec "$@"' rank "${program[@]}"
@@ -129,8 +133,9 @@ if ((status == 0)); then
   exit 0
 fi
 
-# 75: stopped early, with a checkpoint. After a failure a job is requeued if it has saved since its start,
-# a limited number of times; a cancelled one is not. Slurm requeues preempted jobs itself.
+# Status 75: stopped early, with a checkpoint. After a failure a job is requeued
+# a limited number of times, if it has saved since its start. A cancelled job is
+# not requeued. Slurm requeues preempted jobs itself.
 saved=$(newest) requeues_job='' why='' failed='' lost=()
 known=$(scontrol show job "$job")
 count=${checkpoints%/*}/requeues-$job
@@ -140,7 +145,7 @@ if ((status == 75)); then
   echo "hpcdp: job $job has stopped with a checkpoint"
   requeues_job=1
 elif [[ -z $cancelled ]]; then
-  sleep 1  # for the last words
+  sleep 1  # until the last messages are copied
   blame
   mapfile -t lost < <(unanswering)
   echo "hpcdp: job $job has failed with status $status${failed:+: $failed}${lost[0]:+; no answer from ${lost[*]}}"
@@ -159,9 +164,11 @@ if [[ $known == *' Requeue=0 '* || (-n $cancelled && -z $ends_soon) ]]; then
 fi
 if [[ -n $requeues_job && $status -ne 75 ]]; then
   echo $((faults + 1)) >"$count"
-  if ((${#lost[@]})); then  # else the job could start there again; Slurm may requeue it by itself, and end this script
+  # Otherwise the job could start on the lost nodes again. Slurm may requeue it
+  # meanwhile, and end this script.
+  if ((${#lost[@]})); then
     limit=$(scontrol show config | sed -n 's/^SlurmdTimeout *= *\([0-9]*\).*/\1/p')
-    echo "hpcdp: job $job waits until Slurm says that it has lost ${lost[*]}"
+    echo "hpcdp: job $job waits until Slurm reports that ${lost[*]} is down"
     trap 'cancelled=now' TERM
     SECONDS=0
     until has_named "${lost[@]}" || [[ -n $cancelled ]] || ((SECONDS > ${limit:-300} + 60)); do
