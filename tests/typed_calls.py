@@ -39,6 +39,11 @@ def of_collectives(x: NDArray[np.float32], world: hpcdp.World) -> None:
     assert_type(hpcdp.broadcast(x, root=1), NDArray[np.float32])
     assert_type(hpcdp.reduce(x), NDArray[np.float32])
     assert_type(hpcdp.iallreduce(x), Operation[NDArray[np.float32]])
+    assert_type(hpcdp.reduce_scatter(x), NDArray[np.float32])
+    assert_type(hpcdp.allgather(x), NDArray[np.float32])
+    assert_type(hpcdp.gather(x), NDArray[np.float32] | None)
+    assert_type(hpcdp.iallgather(x), Operation[NDArray[np.float32]])
+    assert_type(hpcdp.grouped_allreduce([x]), list[NDArray[np.float32]])
     assert_type(world.rank, int)
     assert_type(world.split(0), hpcdp.World)
     assert_type(hpcdp.gpu(0), hpcdp.Device)
@@ -59,6 +64,11 @@ def of_training(x: NDArray[np.float32], world: hpcdp.World) -> None:
     assert_type(evaluate(net, dataset, world).accuracy, float)
     losses, _ = TrainStep(net, trainer)(x, x)
     assert_type(losses, Tensor)
+    for inputs, _ in loader:
+        assert_type(net(inputs), Tensor)
+    assert_type(nn.Replicas(net, [hpcdp.cpu(0)])(x), Tensor)
+    assert_type(nn.SymbolBlock.load("net")(x), Tensor)
+    assert_type(autograd.where(x > 0, x, 0), Tensor)
 
 
 def of_stores(x: NDArray[np.float32]) -> None:

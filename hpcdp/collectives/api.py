@@ -21,7 +21,7 @@ from ..core.state import change_of, refuse_change
 from ..errors import UnsupportedError
 from . import data_movement, registry
 from .blocks import offsets
-from .data_movement import started
+from .data_movement import ArrayT, started
 from .registry import CHOICES, Algorithm, find
 from .staging import (
     accepts_tensors,
@@ -42,8 +42,6 @@ from .staging import (
     staged_of,
 )
 
-ArrayT = TypeVar("ArrayT", bound=Array)
-"""The type of an array that a function takes and returns."""
 T = TypeVar("T")
 _MOVED: Any = object()
 """Replaces the op of collectives that move data without reducing it."""
@@ -147,16 +145,16 @@ def iallreduce(
 
 @accepts_tensors
 def reduce_scatter(
-    x: Array,
+    x: ArrayT,
     op: str | Monoid = "sum",
     world: World | None = None,
     algorithm: str = "auto",
-    out: Array | None = None,
+    out: ArrayT | None = None,
     *,
     prescale: float = 1.0,
     postscale: float = 1.0,
     splits: Sequence[int] | str | None = None,
-) -> Array:
+) -> ArrayT:
     """Reduce ``x`` elementwise over all ranks and leave every rank its shard.
 
     Rank r of n gets elements ``N r // n`` to ``N (r + 1) // n`` of the N elements of ``x``, flattened, or whole rows if
@@ -186,16 +184,16 @@ def reduce_scatter(
 
 @accepts_tensors
 def ireduce_scatter(
-    x: Array,
+    x: ArrayT,
     op: str | Monoid = "sum",
     world: World | None = None,
     algorithm: str = "auto",
-    out: Array | None = None,
+    out: ArrayT | None = None,
     *,
     prescale: float = 1.0,
     postscale: float = 1.0,
     splits: Sequence[int] | str | None = None,
-) -> Operation[Array]:
+) -> Operation[ArrayT]:
     """Start a `reduce_scatter`, whose arguments and errors it has; as `iallreduce`."""
     world = ranks_of(world)
     scatter = _Scatter("ireduce_scatter", x, op, world, algorithm, out, (prescale, postscale), splits)
@@ -269,7 +267,7 @@ class _Scatter:
 
 
 @accepts_tensors
-def allgather(x: Array, world: World | None = None, algorithm: str = "auto", out: Array | None = None) -> Array:
+def allgather(x: ArrayT, world: World | None = None, algorithm: str = "auto", out: ArrayT | None = None) -> ArrayT:
     """Gather every rank's ``x`` on all ranks, concatenated along axis 0; every rank must call.
 
     Args:
@@ -300,8 +298,8 @@ def allgather(x: Array, world: World | None = None, algorithm: str = "auto", out
 
 @accepts_tensors
 def iallgather(
-    x: Array, world: World | None = None, algorithm: str = "auto", out: Array | None = None
-) -> Operation[Array]:
+    x: ArrayT, world: World | None = None, algorithm: str = "auto", out: ArrayT | None = None
+) -> Operation[ArrayT]:
     """Start an `allgather`, whose arguments and errors it has; as `iallreduce`."""
     if out is None and algorithm == "auto":
         return data_movement.start("iallgather", world, x)

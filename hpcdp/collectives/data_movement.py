@@ -30,6 +30,8 @@ from . import intra_node
 from .blocks import Blocks, Layout, offsets
 from .staging import accepts_tensors, bring_back, bytes_of, check_like, checked_root, kind_of_call, movable, ranks_of
 
+ArrayT = TypeVar("ArrayT", bound=Array)
+"""The kind of arrays that a call takes and returns."""
 T = TypeVar("T")
 
 
@@ -52,7 +54,7 @@ _MOST_AXES = 64
 
 
 @accepts_tensors
-def gather(x: Array, root: int = 0, world: World | None = None, out: Array | None = None) -> Array | None:
+def gather(x: ArrayT, root: int = 0, world: World | None = None, out: ArrayT | None = None) -> ArrayT | None:
     """Gather every rank's ``x`` on rank ``root``, concatenated along axis 0; every rank must call.
 
     Args:
@@ -73,7 +75,9 @@ def gather(x: Array, root: int = 0, world: World | None = None, out: Array | Non
 
 
 @accepts_tensors
-def igather(x: Array, root: int = 0, world: World | None = None, out: Array | None = None) -> Operation[Array | None]:
+def igather(
+    x: ArrayT, root: int = 0, world: World | None = None, out: ArrayT | None = None
+) -> Operation[ArrayT | None]:
     """Start a `gather`, whose arguments and errors it has; ``wait()`` returns its result."""
     return start("igather", world, x, root, out=out)
 

@@ -22,20 +22,20 @@ from ..core.checks import described
 from ..errors import UnsupportedError
 from . import api, data_movement
 from .blocks import offsets
-from .data_movement import Exchange, Moved
+from .data_movement import ArrayT, Exchange, Moved
 from .staging import accepts_tensors, bring_back, bytes_of, check_writeable, movable, ranks_of
 
 
 @accepts_tensors
 def grouped_allreduce(
-    xs: Sequence[Array],
+    xs: Sequence[ArrayT],
     op: str | Monoid = "sum",
     world: World | None = None,
     algorithm: str = "auto",
     *,
     prescale: float = 1.0,
     postscale: float = 1.0,
-) -> list[Array]:
+) -> list[ArrayT]:
     """Reduce every array of a list elementwise over all ranks, in place; every rank must call.
 
     Args:
@@ -58,14 +58,14 @@ def grouped_allreduce(
 
 @accepts_tensors
 def igrouped_allreduce(
-    xs: Sequence[Array],
+    xs: Sequence[ArrayT],
     op: str | Monoid = "sum",
     world: World | None = None,
     algorithm: str = "auto",
     *,
     prescale: float = 1.0,
     postscale: float = 1.0,
-) -> Operation[list[Array]]:
+) -> Operation[list[ArrayT]]:
     """Start a `grouped_allreduce`, whose arguments and errors it has; ``wait()`` returns its result."""
     name, world = "grouped_allreduce", ranks_of(world)
     group = _Group.of(name, xs)
@@ -88,14 +88,14 @@ def igrouped_allreduce(
 
 @accepts_tensors
 def grouped_reduce_scatter(
-    xs: Sequence[Array],
+    xs: Sequence[ArrayT],
     op: str | Monoid = "sum",
     world: World | None = None,
     algorithm: str = "auto",
     *,
     prescale: float = 1.0,
     postscale: float = 1.0,
-) -> list[Array]:
+) -> list[ArrayT]:
     """Reduce every array of a list over all ranks and leave every rank its shards; every rank must call.
 
     Args:
@@ -117,14 +117,14 @@ def grouped_reduce_scatter(
 
 @accepts_tensors
 def igrouped_reduce_scatter(
-    xs: Sequence[Array],
+    xs: Sequence[ArrayT],
     op: str | Monoid = "sum",
     world: World | None = None,
     algorithm: str = "auto",
     *,
     prescale: float = 1.0,
     postscale: float = 1.0,
-) -> Operation[list[Array]]:
+) -> Operation[list[ArrayT]]:
     """Start a `grouped_reduce_scatter`, whose arguments and errors it has; ``wait()`` returns its result."""
     name, world = "grouped_reduce_scatter", ranks_of(world)
     factors: dict[str, Any] = {"prescale": prescale, "postscale": postscale}
@@ -156,7 +156,7 @@ def igrouped_reduce_scatter(
 
 
 @accepts_tensors
-def grouped_allgather(xs: Sequence[Array], world: World | None = None) -> list[Array]:
+def grouped_allgather(xs: Sequence[ArrayT], world: World | None = None) -> list[ArrayT]:
     """Gather every rank's arrays on all ranks, each concatenated along axis 0; every rank must call.
 
     Args:
@@ -175,7 +175,7 @@ def grouped_allgather(xs: Sequence[Array], world: World | None = None) -> list[A
 
 
 @accepts_tensors
-def igrouped_allgather(xs: Sequence[Array], world: World | None = None) -> Operation[list[Array]]:
+def igrouped_allgather(xs: Sequence[ArrayT], world: World | None = None) -> Operation[list[ArrayT]]:
     """Start a `grouped_allgather`, whose arguments and errors it has; ``wait()`` returns its result."""
     world = ranks_of(world)
     return data_movement.start_exchange(_gathering("grouped_allgather", xs, world), world, xs)
@@ -210,7 +210,7 @@ def _gathering(name: str, xs: Sequence[Array], world: World) -> Exchange:
 
 
 @accepts_tensors
-def grouped_broadcast(xs: Sequence[Array], root: int = 0, world: World | None = None) -> list[Array]:
+def grouped_broadcast(xs: Sequence[ArrayT], root: int = 0, world: World | None = None) -> list[ArrayT]:
     """Overwrite every array of a list on all ranks with the values of rank ``root``; every rank must call.
 
     Args:
@@ -228,7 +228,7 @@ def grouped_broadcast(xs: Sequence[Array], root: int = 0, world: World | None = 
 
 
 @accepts_tensors
-def igrouped_broadcast(xs: Sequence[Array], root: int = 0, world: World | None = None) -> Operation[list[Array]]:
+def igrouped_broadcast(xs: Sequence[ArrayT], root: int = 0, world: World | None = None) -> Operation[list[ArrayT]]:
     """Start a `grouped_broadcast`, whose arguments and errors it has; ``wait()`` returns its result."""
     name, world = "grouped_broadcast", ranks_of(world)
     group = _Group.of(name, xs)

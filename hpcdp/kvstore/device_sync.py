@@ -97,7 +97,8 @@ class GpuKeys:
     """The keys of one call of ``init``; every rank of the world must make it, with values on its GPU.
 
     Args:
-        values: initial values, of the same shapes and dtypes on all ranks, all on one GPU, at most `MOST_KEYS`; the store keeps these arrays.
+        values: initial values, of the same shapes and dtypes on all ranks, all on one GPU, at most `MOST_KEYS`; the
+            store keeps these arrays.
         world: the ranks.
         comm: communicator of all ranks, see `GpuReduction`.
         rail: duplicate of `World.rail_comm`, or None, see `GpuReduction`.
