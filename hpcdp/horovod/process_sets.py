@@ -187,7 +187,8 @@ def cross_rank() -> int:
 
 def is_homogeneous() -> bool:
     """Return whether all nodes have the same number of ranks."""
-    return len({len(node) for node in nodes_of(global_process_set.world)}) == 1
+    nodes = nodes_of(global_process_set.world)
+    return all(len(node) == len(nodes.here) for node in nodes.others)
 
 
 def mpi_threads_supported() -> bool:
