@@ -1,6 +1,6 @@
 """Calls of networks without a plan, by a plan (`hybridize()`), bare, and in PyTorch, turn by turn on one core.
 
-``python benchmarks/bench_hybrid.py`` first takes the document's network, 512-256-128-2 at batch 1, of which 1000 calls
+``python benchmarks/bench_hybrid.py`` first takes the MLP 512-256-128-2 at batch 1, of which 1000 calls
 are its experiment. The limit is what its three products take with all arrays at hand: by ``numpy.matmul`` with ``out``,
 as anybody would call BLAS, and by the bound method ``dot``, which has the least overhead. Beside them is thin NumPy,
 with biases and activations. Then recorded calls with their backward, other networks, and chains of three to six
@@ -86,7 +86,7 @@ _CHECKED_STEPS = 4
 StepCase = tuple[str, tuple[int, ...], int]
 """Name, widths of dense layers or the shape of an image for LeNet, and batch."""
 STEP_CASES: list[StepCase] = [
-    *(("document's MLP", (512, 256, 128, 2), batch) for batch in (1, 16, 64)),
+    *(("MLP 512-256-128-2", (512, 256, 128, 2), batch) for batch in (1, 16, 64)),
     *(("MLP 32-32-32-2", (32, 32, 32, 2), batch) for batch in (1, 16)),
     *(("LeNet", (1, 28, 28), batch) for batch in (1, 8, 64)),
 ]
@@ -183,8 +183,8 @@ def measure_step(case: StepCase, turns: int, has_torch: bool, world: comm.World)
 
 
 _WIDTHS = (512, 256, 128, 2)
-_DOCUMENTS_S = (0.5037, 0.1873)
-"""Of 1000 calls before and after hybridize(), in the document."""
+_D2L_S = (0.5037, 0.1873)
+"""Seconds for 1000 calls before and after hybridize() in "Dive into Deep Learning", section 12.1."""
 PRODUCTS, BOUND, EAGER, REPLAY, TORCH = "products", "products, bound", "eager", "replay", "PyTorch"
 
 
@@ -235,7 +235,7 @@ def wrong(plain: nn.Module, planned: nn.Module, x: np.ndarray, records: bool) ->
 
 
 def bare(net: nn.Module, x: np.ndarray) -> dict[str, Callable[[], Any]]:
-    """Return the document's network in plain NumPy, on existing arrays."""
+    """Return the MLP 512-256-128-2 in plain NumPy, on existing arrays."""
     weights, biases = ([param.data for param in net.parameters()][first::2] for first in (0, 1))
     outs = [np.empty((len(x), width), np.float32) for width in _WIDTHS[1:]]
     inputs = [x, *outs[:-1]]
@@ -280,15 +280,15 @@ def _torch_mlp(torch: Any, net: nn.Module, x: np.ndarray, records: bool) -> Call
 
 def cases(brief: bool) -> list[Case]:
     """Return the cases to measure."""
-    document = partial(nn.models.mlp, _WIDTHS[0], _WIDTHS[-1], _WIDTHS[1:-1])
+    mlp = partial(nn.models.mlp, _WIDTHS[0], _WIDTHS[-1], _WIDTHS[1:-1])
     found: list[Case] = [
-        ("document's MLP", document, (1, _WIDTHS[0]), False),
-        ("document's MLP", document, (1, _WIDTHS[0]), True),
+        ("MLP 512-256-128-2", mlp, (1, _WIDTHS[0]), False),
+        ("MLP 512-256-128-2", mlp, (1, _WIDTHS[0]), True),
     ]
     if not brief:
         images = (1, 28, 28)
         found += [
-            ("document's MLP", document, (64, _WIDTHS[0]), False),
+            ("MLP 512-256-128-2", mlp, (64, _WIDTHS[0]), False),
             ("LeNet", nn.models.lenet, (1, *images), False),
             ("LeNet", nn.models.lenet, (1, *images), True),
             ("LeNet", nn.models.lenet, (64, *images), True),
@@ -311,12 +311,12 @@ def measure(case: Case, turns: int, torch: Any) -> dict[str, Any]:
     x = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
     differ = wrong(plain, planned, x, records)
     calls: dict[str, Callable[[], Any]] = {}
-    is_document = name.startswith("document")
-    if is_document and not records:
+    is_brief = name.startswith("MLP 512-")
+    if is_brief and not records:
         calls |= bare(plain, x)
     for key, net in ((EAGER, plain), (REPLAY, planned)):
         calls[key] = partial(recorded, net, x) if records else partial(net, x)
-    if torch and is_document:
+    if torch and is_brief:
         calls[TORCH] = _torch_mlp(torch, plain, x, records)
     taken = turn_by_turn(calls, turns, EAGER)
     return {
@@ -337,7 +337,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the benchmark and return its exit status; every rank calls."""
     parser = Parser(prog="python benchmarks/bench_hybrid.py", description=__doc__)
     parser.add_argument("--turns", type=at_least(1), default=40, help="of each candidate (40)")
-    parser.add_argument("--brief", action="store_true", help="the document's network alone")
+    parser.add_argument("--brief", action="store_true", help="the MLP 512-256-128-2 alone")
     parser.add_argument("--json", metavar="FILE", help="the figures, and the machine they were measured on")
     args = parser.parse_args(argv)
     world = comm.init()
@@ -353,8 +353,8 @@ def main(argv: list[str] | None = None) -> int:
         steps.append(measure_step(step, args.turns, torch is not None, world))
         _show(steps[-1], ", a step of training")
     eager, replay = (rows[0]["median_us"][key] / 1e3 for key in (EAGER, REPLAY))
-    print(f"# 1000 calls of the document's network: {eager:.4f} s without a plan, {replay:.4f} s by it, "
-          f"{eager / replay:.1f}x; the document: {_DOCUMENTS_S[0]} s, {_DOCUMENTS_S[1]} s, 2.7x")  # fmt: skip
+    print(f"# 1000 calls of the MLP 512-256-128-2: {eager:.4f} s without a plan, {replay:.4f} s by it, "
+          f"{eager / replay:.1f}x; D2L: {_D2L_S[0]} s, {_D2L_S[1]} s, 2.7x")  # fmt: skip
     write_json(args.json, world, {"benchmark": "hybrid", "machine": describe(world), "skipped": reason,
                                  "rows": rows, "steps": steps})  # fmt: skip
     return 1 if any(row["wrong"] for row in rows + steps) else 0

@@ -66,8 +66,8 @@ def evaluate(
     """Return the accuracy and the mean loss of a network; every rank must call.
 
     Each rank evaluates a contiguous part of the data set; the parts differ in size by at most one sample and may be
-    empty. The sums over samples are then reduced over ranks (the document's section 12.5, exercise 4). An empty data
-    set gives 0 for all numbers. Batches are copied to the device of the parameters.
+    empty. The sums over samples are then reduced over ranks ("Dive into Deep Learning", section 12.5, exercise 4). An
+    empty data set gives 0 for all numbers. Batches are copied to the device of the parameters.
 
     Args:
         net: the network, called with one input.

@@ -37,7 +37,7 @@ _TAGS = {
 
 
 class Timer:
-    """Wall time of several intervals in seconds, as the document's ``Timer``; also a context manager.
+    """Wall time of several intervals in seconds, as ``Timer`` of "Dive into Deep Learning"; also a context manager.
 
     ``times`` has one number for each interval, by the host's clock. GPU work is asynchronous: wait for a result of the
     GPU (``float(loss)``) before `stop`. The records of `fit` use events of the GPU instead.
@@ -77,7 +77,7 @@ class Timer:
 
 
 class Accumulator:
-    """``n`` running sums, as the document's ``Accumulator``: ``sums.add(1.5, 3)`` adds to each, ``sums[i]`` reads one.
+    """``n`` running sums, as ``Accumulator`` of "Dive into Deep Learning".
 
     Args:
         n: the number of sums, at least 1.

@@ -273,7 +273,9 @@ def png(figure: Any) -> bytes:
 
 
 class Animator:
-    """A PNG plot of lines that grow while a program runs, as the document's ``Animator``; every point redraws it.
+    """A PNG plot of lines that grow while a program runs, redrawn for every point.
+
+    The interface is that of ``Animator`` in "Dive into Deep Learning".
 
     Args:
         path: a file name that ends in ``.png``. The file is replaced atomically.

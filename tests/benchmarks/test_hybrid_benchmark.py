@@ -35,7 +35,7 @@ def test_figures_are_written_and_judged(
     monkeypatch.setattr(hybrid, "pin_to_own_core", lambda world: 0)  # other tests need the other cores
     path = tmp_path / "hybrid.json"
     assert hybrid.main(["--turns", "2", "--brief", "--json", str(path)]) == 0
-    assert "1000 calls of the document's network" in capsys.readouterr().out
+    assert "1000 calls of the MLP 512-256-128-2" in capsys.readouterr().out
     found = json.loads(path.read_text())
     assert found["rows"][0]["median_us"].keys() >= {"products", "products, bound", "thin NumPy", "eager", "replay"}
     results = {"hybrid": [found], "machine": {}}
@@ -44,4 +44,4 @@ def test_figures_are_written_and_judged(
         found["rows"][0]["eager_over_torch"] = ratio * 1.5
         judged = [each for each in verdicts.verdicts(results) if each.target == "S12"]
         assert [each.met for each in judged[:2]] == [met, not met]
-    assert "| document's MLP, batch 1, with backward |" in report._hybrid_table(verdicts.hybrid_rows(results))
+    assert "| MLP 512-256-128-2, batch 1, with backward |" in report._hybrid_table(verdicts.hybrid_rows(results))
