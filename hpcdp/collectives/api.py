@@ -115,7 +115,7 @@ def iallreduce(
     prescale: float = 1.0,
     postscale: float = 1.0,
 ) -> Operation[ArrayT]:
-    """Start an `allreduce`, whose arguments and errors it has, and return at once; several may be in progress.
+    """Start an `allreduce`, with the same arguments and errors, and return at once; several may be in progress.
 
     Every rank must start the same operations in the same order. Any number may be in progress. They progress on a
     thread of their own while this one computes, unless MPI lacks THREAD_MULTIPLE; then during ``test()`` and ``wait()``
@@ -174,7 +174,7 @@ def reduce_scatter(
             to ``N (r + 1) // n`` of N. Uneven parts are padded, or the whole array is reduced if that is less.
 
     Returns:
-        ``out``.
+        The shard: ``out``, or a new array.
     """
     world = ranks_of(world)
     scatter = _Scatter("reduce_scatter", x, op, world, algorithm, out, (prescale, postscale), splits)
@@ -194,7 +194,7 @@ def ireduce_scatter(
     postscale: float = 1.0,
     splits: Sequence[int] | str | None = None,
 ) -> Operation[ArrayT]:
-    """Start a `reduce_scatter`, whose arguments and errors it has; as `iallreduce`."""
+    """Start a `reduce_scatter`, with the same arguments and errors; see `iallreduce`."""
     world = ranks_of(world)
     scatter = _Scatter("ireduce_scatter", x, op, world, algorithm, out, (prescale, postscale), splits)
 
@@ -300,7 +300,7 @@ def allgather(x: ArrayT, world: World | None = None, algorithm: str = "auto", ou
 def iallgather(
     x: ArrayT, world: World | None = None, algorithm: str = "auto", out: ArrayT | None = None
 ) -> Operation[ArrayT]:
-    """Start an `allgather`, whose arguments and errors it has; as `iallreduce`."""
+    """Start an `allgather`, with the same arguments and errors; see `iallreduce`."""
     if out is None and algorithm == "auto":
         return data_movement.start("iallgather", world, x)
     world = ranks_of(world)
@@ -366,7 +366,7 @@ def broadcast(x: ArrayT, root: int = 0, world: World | None = None, algorithm: s
 
 @accepts_tensors
 def ibroadcast(x: ArrayT, root: int = 0, world: World | None = None, algorithm: str = "auto") -> Operation[ArrayT]:
-    """Start a `broadcast`, whose arguments and errors it has; as `iallreduce`."""
+    """Start a `broadcast`, with the same arguments and errors; see `iallreduce`."""
     world = ranks_of(world)
     root = checked_root("ibroadcast", root, world)
     refuse_change(x, "x", "ibroadcast")
@@ -441,7 +441,7 @@ def ireduce(
     prescale: float = 1.0,
     postscale: float = 1.0,
 ) -> Operation[ArrayT]:
-    """Start a `reduce`, whose arguments and errors it has; as `iallreduce`."""
+    """Start a `reduce`, with the same arguments and errors; see `iallreduce`."""
     world = ranks_of(world)
     root = checked_root("ireduce", root, world)
     plan, staged, target = _rooted("ireduce", x, op, root, world, algorithm, out, prescale, postscale)

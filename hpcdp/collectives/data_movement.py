@@ -78,7 +78,7 @@ def gather(x: ArrayT, root: int = 0, world: World | None = None, out: ArrayT | N
 def igather(
     x: ArrayT, root: int = 0, world: World | None = None, out: ArrayT | None = None
 ) -> Operation[ArrayT | None]:
-    """Start a `gather`, whose arguments and errors it has; ``wait()`` returns its result."""
+    """Start a `gather`, with the same arguments and errors; ``wait()`` returns its result."""
     return start("igather", world, x, root, out=out)
 
 
@@ -120,7 +120,7 @@ def iscatter(
     splits: Sequence[int] | None = None,
     out: Array | None = None,
 ) -> Operation[Array]:
-    """Start a `scatter`, whose arguments and errors it has; ``wait()`` returns its result."""
+    """Start a `scatter`, with the same arguments and errors; ``wait()`` returns its result."""
     return start("iscatter", world, x, root, splits, out=out)
 
 
@@ -152,7 +152,7 @@ def alltoall(
 def ialltoall(
     x: Array, splits: Sequence[int] | None = None, world: World | None = None, out: Array | None = None
 ) -> Operation[Any]:
-    """Start an `alltoall`, whose arguments and errors it has; ``wait()`` returns its result."""
+    """Start an `alltoall`, with the same arguments and errors; ``wait()`` returns its result."""
     return start("ialltoall", world, x, splits, out=out)
 
 

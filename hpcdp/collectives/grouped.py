@@ -66,7 +66,7 @@ def igrouped_allreduce(
     prescale: float = 1.0,
     postscale: float = 1.0,
 ) -> Operation[list[ArrayT]]:
-    """Start a `grouped_allreduce`, whose arguments and errors it has; ``wait()`` returns its result."""
+    """Start a `grouped_allreduce`, with the same arguments and errors; ``wait()`` returns its result."""
     name, world = "grouped_allreduce", ranks_of(world)
     group = _Group.of(name, xs)
     for x in group.arrays:
@@ -125,7 +125,7 @@ def igrouped_reduce_scatter(
     prescale: float = 1.0,
     postscale: float = 1.0,
 ) -> Operation[list[ArrayT]]:
-    """Start a `grouped_reduce_scatter`, whose arguments and errors it has; ``wait()`` returns its result."""
+    """Start a `grouped_reduce_scatter`, with the same arguments and errors; ``wait()`` returns its result."""
     name, world = "grouped_reduce_scatter", ranks_of(world)
     factors: dict[str, Any] = {"prescale": prescale, "postscale": postscale}
     group, n = _Group.of(name, xs), world.size
@@ -176,7 +176,7 @@ def grouped_allgather(xs: Sequence[ArrayT], world: World | None = None) -> list[
 
 @accepts_tensors
 def igrouped_allgather(xs: Sequence[ArrayT], world: World | None = None) -> Operation[list[ArrayT]]:
-    """Start a `grouped_allgather`, whose arguments and errors it has; ``wait()`` returns its result."""
+    """Start a `grouped_allgather`, with the same arguments and errors; ``wait()`` returns its result."""
     world = ranks_of(world)
     return data_movement.start_exchange(_gathering("grouped_allgather", xs, world), world, xs)
 
@@ -229,7 +229,7 @@ def grouped_broadcast(xs: Sequence[ArrayT], root: int = 0, world: World | None =
 
 @accepts_tensors
 def igrouped_broadcast(xs: Sequence[ArrayT], root: int = 0, world: World | None = None) -> Operation[list[ArrayT]]:
-    """Start a `grouped_broadcast`, whose arguments and errors it has; ``wait()`` returns its result."""
+    """Start a `grouped_broadcast`, with the same arguments and errors; ``wait()`` returns its result."""
     name, world = "grouped_broadcast", ranks_of(world)
     group = _Group.of(name, xs)
     is_root = world.rank == root

@@ -221,7 +221,7 @@ def send_object(value: Any, dest: int, tag: int = 0, world: World | None = None)
 
 
 def isend_object(value: Any, dest: int, tag: int = 0, world: World | None = None) -> Operation[None]:
-    """Start a `send_object`, whose arguments and errors it has; ``value`` may change at once."""
+    """Start a `send_object`, with the same arguments and errors; ``value`` may change at once."""
     return isend(encoded(value, "isend_object"), dest, tag, world)
 
 

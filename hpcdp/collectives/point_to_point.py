@@ -68,7 +68,7 @@ def send(x: Array, dest: int, tag: int = 0, world: World | None = None) -> None:
 
 @accepts_tensors
 def isend(x: Array, dest: int, tag: int = 0, world: World | None = None) -> Operation[None]:
-    """Start a `send`, whose arguments and errors it has; ``x`` may not change before the end."""
+    """Start a `send`, with the same arguments and errors; ``x`` may not change before the end."""
     world = ranks_of(world)
     return ProgressEngine.of(world).start(*_sending(x, dest, tag, world))
 
@@ -114,7 +114,7 @@ def recv(out: Array | None = None, source: int | None = 0, tag: int = 0, world: 
 
 @accepts_tensors
 def irecv(out: Array | None = None, source: int | None = 0, tag: int = 0, world: World | None = None) -> Operation[Any]:
-    """Start a `recv`, whose arguments and errors it has; ``wait()`` returns its result."""
+    """Start a `recv`, with the same arguments and errors; ``wait()`` returns its result."""
     world = ranks_of(world)
     return ProgressEngine.of(world).start(*_receiving(out, source, tag, world))
 

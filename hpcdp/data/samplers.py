@@ -557,7 +557,7 @@ class SharedSampler(Resumable):
         return batches
 
     def close(self) -> None:
-        """End this iteration early for all parts, if ``numbers`` has a method ``close``; one part calls it."""
+        """End this iteration early for all parts, by ``numbers.close()`` if there is one; only one part may call."""
         close = getattr(self.numbers, "close", None)
         if close is not None:
             close()
