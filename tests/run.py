@@ -135,14 +135,13 @@ def main() -> int:
         launch = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", n, "--"]
         runs[f"{n} MPI rank{'s' * (n != '1')}"] = [*launch, *pytest, "--with-mpi", "--only-mpi"]
     summary = Summary()
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as shared:
+    with tempfile.TemporaryDirectory() as folder:
         for number, (title, command) in enumerate(runs.items()):
             print(f"\n== {title}", flush=True)
             started = time.monotonic()
             # BLAS threads that wait for each other crawl where other workers' tests have their cores.
             threads = {"OMP_NUM_THREADS": "1"} if title.endswith("workers") else {}
-            # CUDA kernels for this processor, which all runs need, are compiled once (`cupy_module`).
-            status = run(command, Path(folder, str(number)), options.limit_s, HPCDP_TEST_SHARED=shared, **threads)
+            status = run(command, Path(folder, str(number)), options.limit_s, **threads)
             summary.add(title, sorted(Path(folder).glob(f"{number}.*")), status)
             print(f"== {title}: {time.monotonic() - started:.0f} s", flush=True)
             if status == 130:

@@ -16,7 +16,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -99,14 +98,17 @@ def _as_passed(arg: Any, parameter: str) -> np.ndarray:
 
 
 @functools.cache
-def _own_folder() -> tempfile.TemporaryDirectory:
-    return tempfile.TemporaryDirectory(prefix="hpcdp-cuda-on-host-")
-
-
 def _folder() -> Path:
-    """Where libraries are: a folder of all processes that `run` starts, else one of this process."""
-    shared = os.environ.get("HPCDP_TEST_SHARED")
-    return Path(shared or _own_folder().name)
+    """Where libraries are kept for all processes and later runs; `make clean` removes it."""
+    folder = HERE.parents[1] / "build" / "cuda-on-host"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@functools.cache
+def _compiler() -> str:
+    """What else decides what a source is compiled to."""
+    return _run(["g++", "-dumpfullversion", "-dumpmachine"], "") + (HERE / "cuda_on_host.h").read_text()
 
 
 @functools.cache
@@ -126,7 +128,7 @@ def _compiled(code: str) -> tuple[ctypes.CDLL, dict[str, list[str]]]:
     options += ["-fsanitize=alignment", "-fno-sanitize-recover=alignment", "-include", str(HERE / "cuda_on_host.h")]
     if "libasan" in os.environ.get("LD_PRELOAD", ""):
         options += ["-fsanitize=address", "--param=asan-stack=0"]  # fibers have stacks that it does not know
-    name = hashlib.blake2b("\n".join((*options, code)).encode(), digest_size=8).hexdigest()
+    name = hashlib.blake2b("\n".join((_compiler(), *options, code)).encode(), digest_size=8).hexdigest()
     library = _folder() / f"{name}.so"
     with library.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
