@@ -397,8 +397,15 @@ def test_names_may_have_characters_that_the_locale_has_not(tmp_path: Path) -> No
     assert f"{tmp_path}/gr\\xf6\\xdfe/report.html, " in done.stdout
 
 
+FURTHER = [["info", "--json"], ["train", "-h"], ["--version"]]
+"""Which go the ways of the two before them: a command's own output, and argparse's."""
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-@pytest.mark.parametrize("arguments", [["info"], ["info", "--json"], ["--help"], ["train", "-h"], ["--version"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["info"], ["--help"], *(pytest.param(each, marks=pytest.mark.thorough) for each in FURTHER)],
+)
 def test_a_full_output_is_one_line(arguments: list[str], tmp_path: Path) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
