@@ -57,7 +57,7 @@ def test_a_run_of_four_ranks_on_two_hosts_goes_on_as_two_on_one(two_hosts: Clust
         arguments = ("train", "mlp", *settings, "--epochs", str(epochs), "--run-dir", folder, "--resume", "auto")
         done = two_hosts.mpirun(ranks_per_node, hpcdp(*arguments), 240)
         assert done.returncode == 0, done.stdout + done.stderr
-    assert "going on in" in done.stdout
+    assert f"resuming {parts}\n" in done.stdout
     assert len(checkpoints_of(parts)) == 2
     assert numbers(parts) == numbers(whole)
 

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.cluster
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-CHANGING = ("  slowest", "slowest rank", "stragglers", "critical path")
-"""Beginnings of lines whose presence and ranks depend on the run."""
+CHANGING = ("  slowest", "slowest rank", "stragglers", "critical path", "loading kernels")
+"""Beginnings of lines whose presence, ranks and times depend on the run."""
 
 
 def lasting(text: str) -> list[str]:

@@ -184,7 +184,7 @@ def test_a_job_that_was_saved_goes_on_by_the_command_that_is_named(slurm: Cluste
     other = site.slurm("sh", "-c", again).split()[-1]
     site.until(lambda: len(losses(run)) > saved, "further epochs")
     site.hpcdp("slurm", "cancel", other)
-    assert "going on in" in (site.folder / "runs" / f"train-{other}.out").read_text()
+    assert f"resuming runs/train-{job}\n" in (site.folder / "runs" / f"train-{other}.out").read_text()
     assert not (site.folder / "runs" / f"train-{other}").exists()
 
 
