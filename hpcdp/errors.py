@@ -166,7 +166,8 @@ def to_stderr(text: str) -> None:
 def wrapped(text: str, columns: int) -> str:
     """Return a message of the commands, ``hpcdp: ...``, in lines of at most ``columns``; other texts unchanged.
 
-    The remedy begins a new line. A part in backquotes, such as a command, is not broken. 0 columns stand for no limit.
+    What follows a semicolon, such as the remedy, begins a new line. A part in backquotes, such as a command, is not
+    broken. 0 columns stand for no limit.
     """
     if not text.startswith("hpcdp") or "\n" in text or not 0 < columns < len(text):
         return text
@@ -175,10 +176,9 @@ def wrapped(text: str, columns: int) -> str:
 
     space = "\N{NO-BREAK SPACE}"
     whole = re.sub(r"`[^`]*`", lambda quoted: quoted[0].replace(" ", space), text)
-    facts, separator, remedy = whole.partition("; ")
     lines = [
         line
-        for part in (facts + separator.rstrip(), remedy)
+        for part in re.split(r"(?<=;) ", whole)
         for line in textwrap.wrap(part, columns, break_long_words=False, break_on_hyphens=False)
     ]
     return "\n".join(lines).replace(space, " ")
