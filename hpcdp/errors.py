@@ -120,6 +120,10 @@ class SaveError(DataError, OSError):
     """
 
 
+class TimeLimitError(HpcdpError, TimeoutError, RuntimeError):
+    """An operation has lasted longer than its caller allowed."""
+
+
 class ArrayMixError(HpcdpError, TypeError):
     """Arrays of different namespaces or devices in one operation."""
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -70,8 +71,27 @@ class Operation(Generic[T]):
         self.convert: Callable[[T], Any] | None = None
         """Makes what `wait` returns of the result, for callers whose arrays are of another kind; called until it
         succeeds."""
+        self.is_over = False
+        """True once it is complete or has failed."""
         self._test, self._watchdog = test, watchdog
         self._asked: float | None = None
+        self._callbacks: deque[Callable[[], object]] = deque()
+
+    def add_done_callback(self, callback: Callable[[], object]) -> None:
+        """Call ``callback()`` when the operation is over, in the thread that has completed it; at once if it is over.
+
+        Callbacks are called in the order in which they were added.
+
+        The callback may start operations, but must not wait for them.
+        """
+        self._callbacks.append(callback)
+        if self.is_over:
+            self.run_callbacks()
+
+    def run_callbacks(self) -> None:
+        """Call the callbacks that have not been called, each once."""
+        while (callback := _next(self._callbacks)) is not None:
+            callback()
 
     def test(self) -> bool:
         """Return whether it is complete; never block.
@@ -234,6 +254,8 @@ class ProgressEngine:
         self._signatures = world.comm.signatures
         self.active = TaskGroup([])
         """The operations in progress."""
+        self._over: deque[Operation[Any]] = deque()
+        """Operations that are over, and whose callbacks have not been called."""
         self._turn = threading.RLock()
         """Held by the thread that advances `_active`: worlds may be used by different threads."""
         self._round = 0
@@ -298,8 +320,9 @@ class ProgressEngine:
                 failure = error
                 raise
             finally:
-                ended = True
+                ended = operation.is_over = True
                 operation.settled()  # another request's test may have ended it
+                self._over.append(operation)
 
         def has_ended() -> bool:
             if failure is not None:
@@ -317,6 +340,7 @@ class ProgressEngine:
             self.active.add(to_its_end())
             if not ended and not self._is_polled:
                 self._poll_on_lane()
+        self._call_back()
         if isinstance(failure, UnsupportedError):
             raise failure
         return operation
@@ -365,6 +389,7 @@ class ProgressEngine:
             return self._is_polled
         finally:
             self._turn.release()
+            self._call_back()
 
     def _go_on(self) -> bool:
         """Advance every algorithm, also of other worlds; return whether all of this world's have ended."""
@@ -375,4 +400,18 @@ class ProgressEngine:
                     progress.active.test()
                 finally:
                     progress._turn.release()
+                    progress._call_back()
         return not self.active.running
+
+    def _call_back(self) -> None:
+        """Run the callbacks of operations that are over; not while `_turn` is held, since they may start operations."""
+        while (operation := _next(self._over)) is not None:
+            operation.run_callbacks()
+
+
+def _next(queue: deque[T]) -> T | None:
+    """Remove and return the first item of a queue that other threads use, too; None if there is none."""
+    try:
+        return queue.popleft()
+    except IndexError:
+        return None
