@@ -27,7 +27,7 @@ bracketed = $(if $(strip $(1)),[$(subst $(empty) $(empty),$(comma),$(strip $(1))
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-torch test-thorough test-cluster test-gpu test-cupy check docs bench clean
+.PHONY: help install train test test-torch test-torch-suite test-torch-libraries test-thorough test-cluster test-gpu test-cupy check docs bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r target about; do \
@@ -51,6 +51,16 @@ test: $(VENV)/installed-torch  ## run the tests, also on 1, 2, 3 and 4 MPI ranks
 
 test-torch: $(VENV)/installed-torch  ## run the tests of hpcdp.torch and hpcdp.horovod alone
 	@$(BIN)/python tests/run.py tests/torch tests/horovod $(ARGS)
+
+test-torch-suite: $(VENV)/installed-torch  ## run PyTorch's own tests of torch.distributed over hpcdp (15 minutes)
+	@$(BIN)/python -m pip install -q expecttest
+	@for names in "2 gloo" "3 gloo" "4 gloo" "3 mpi" "4 mpi"; do set -- $$names; \
+	  $(BIN)/python tests/torch/upstream_suite.py --ranks $$1 --name $$2 $(ARGS) || exit 1; done
+
+test-torch-libraries:  ## train with Hugging Face, Accelerate, Lightning and torchmetrics over hpcdp
+	@$(MAKE) --no-print-directory VENV=$(VENV)-libraries $(VENV)-libraries/installed-torch
+	@$(VENV)-libraries/bin/python -m pip install -q accelerate transformers lightning torchmetrics
+	@$(VENV)-libraries/bin/python -m pytest -q -rs tests/torch/test_torch_programs.py $(ARGS)
 
 test-thorough: $(VENV)/installed-torch  ## run the tests with all cases and random inputs (long)
 	@HPCDP_TEST_THOROUGH=1 $(BIN)/python tests/run.py --limit-s 3600 $(ARGS)

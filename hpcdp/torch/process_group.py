@@ -1,0 +1,770 @@
+"""The backend "hpcdp" of torch.distributed: a process group whose operations are those of `hpcdp.collectives`.
+
+`create` is called by ``torch.distributed.init_process_group`` and ``new_group``. Every group is a world of its own,
+made by its members alone. Each method implements the c10d operation of its name; ``torch.distributed``, DDP, FSDP and
+compiled programs call them. Blocking calls (``async_op=False``) run in the calling thread. Others progress on the
+progress lane of their world, and their `Work` unpacks the result when it is complete.
+
+CUDA tensors go to a ProcessGroupNCCL that the group makes for itself. If ranks share a GPU, which NCCL refuses, they
+are reduced by `hpcdp.collectives`.
+
+Source: torch/csrc/distributed/c10d (ProcessGroup.hpp, PyProcessGroup.hpp, init.cpp) of PyTorch 2.13.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from .. import collectives
+from ..collectives import Monoid
+from ..comm import World, init
+from ..comm.tasks import Operation
+from ..core.arrays import Array, kinds
+from ..errors import ConfigError, TimeLimitError, UnsupportedError
+
+NAME = "hpcdp"
+
+_Ops = dist.ReduceOp.RedOpType
+_REDUCTIONS: dict[Any, str | Monoid] = {
+    _Ops.SUM: "sum", _Ops.AVG: "mean", _Ops.PREMUL_SUM: "sum", _Ops.PRODUCT: "prod", _Ops.MIN: "min", _Ops.MAX: "max",
+    _Ops.BAND: Monoid(np.bitwise_and, name="bitwise and"), _Ops.BOR: Monoid(np.bitwise_or, name="bitwise or"),
+    _Ops.BXOR: Monoid(np.bitwise_xor, name="bitwise xor"),
+}  # fmt: skip
+_COMPLETION_LANE, _COMPLETION_THREADS = "torch futures", 8
+
+Finish = Callable[[Any], None]
+"""A function that copies the result of an operation to the caller's tensors."""
+
+
+def create(opts: Any, _backend_options: Any = None) -> ProcessGroup:
+    """Return the process group of the ranks in ``opts``; its members must call, with the same ranks, and no others.
+
+    Args:
+        opts: c10d's ``DistributedBackendOptions``. An empty ``global_ranks_in_group`` means all ranks.
+
+    Raises:
+        ConfigError: rank and size of c10d are not those of MPI.
+    """
+    world = init()
+    ranks = list(opts.global_ranks_in_group) or list(range(world.size))
+    if (opts.group_rank, opts.group_size) != (ranks.index(world.rank) if world.rank in ranks else -1, len(ranks)):
+        raise ConfigError(
+            "init_process_group", where="rank, world_size",
+            expected=f"rank {world.rank} of {world.size}, as MPI numbers this process",
+            got=f"rank {opts.group_rank} of {opts.group_size}",
+            remedy="start the program with mpirun, srun or `hpcdp launch`, and drop rank= and world_size=",
+        )  # fmt: skip
+    world = world.subset(ranks)
+    # The first operations of a world block until all ranks have called. In time-outs and async_op they must not.
+    collectives.iallreduce(np.zeros(1, np.float32), world=world).wait()
+    collectives.ibarrier(world).wait()
+    return ProcessGroup(world, opts.group_rank, opts.store, opts.timeout, opts.group_id)
+
+
+class Work(dist._Work):  # type: ignore[misc]
+    """An operation that was started, and what must be done with its results.
+
+    Args:
+        operations: the operations of hpcdp that make it up.
+        result: the tensors that it writes.
+        finish: copies results to ``result``; called once, when all operations are complete.
+        timeout: limits `wait` by default.
+        completions: pushes a function to threads that may block.
+        source: for `recv` from any rank: returns the sender once the operation is complete.
+    """
+
+    def __init__(
+        self,
+        operations: Sequence[Operation[Any]],
+        result: Sequence[torch.Tensor],
+        finish: Callable[[], None] | None = None,
+        timeout: timedelta = timedelta(0),
+        completions: Callable[[Callable[[], None]], None] = lambda call: call(),
+    ) -> None:
+        super().__init__()
+        self._operations, self._finish, self._timeout = operations, finish, timeout
+        self._result = list(result)
+        self._completions = completions
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._future: _Future | None = None
+        self._is_over = not operations
+        self._missing = len(operations)
+        for operation in operations:
+            operation.add_done_callback(self._count)
+
+    def _count(self) -> None:
+        with self._lock:
+            self._missing -= 1
+            if self._missing:
+                return
+        try:
+            for operation in self._operations:
+                operation.has_ended()
+            if self._finish is not None:
+                self._finish()
+        except BaseException as error:
+            self._error = error
+        with self._lock:
+            self._is_over = True
+            future = self._future
+        if future is not None:
+            self._resolve(future)
+
+    def _resolve(self, future: _Future) -> None:
+        if future.has_callbacks:  # which may wait for other operations
+            self._completions(functools.partial(self._set, future))
+        else:
+            self._set(future)
+
+    def _set(self, future: _Future) -> None:
+        if self._error is None:
+            future.set_result(self._result)
+        else:
+            future.set_exception(_as_runtime_error(self._error))
+
+    def is_completed(self) -> bool:
+        """Return whether the operation is over, also by an error; never block."""
+        if not self._is_over:
+            for operation in self._operations:
+                try:
+                    operation.test()
+                except BaseException:  # raised by `wait`
+                    continue
+        return self._is_over
+
+    def is_success(self) -> bool:
+        """Return whether the operation is complete without an error."""
+        return self._is_over and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """Return the error of the operation, or None."""
+        return self._error
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Block until the operation is complete; return True.
+
+        Raises:
+            RuntimeError: the operation failed, or has lasted longer than ``timeout`` or the group's time-out.
+        """
+        if not self._is_over:
+            limit_s = (timeout if timeout > timedelta(0) else self._timeout).total_seconds()
+            deadline = time.monotonic() + limit_s if limit_s > 0 else None
+            for operation in self._operations:
+                self._wait_for(operation, deadline, limit_s)
+            while not self._is_over:  # another thread completed the last operation, and is unpacking it
+                time.sleep(0)
+        if self._error is not None:
+            raise _as_runtime_error(self._error)
+        return True
+
+    def _wait_for(self, operation: Operation[Any], deadline: float | None, limit_s: float) -> None:
+        try:
+            if deadline is None:
+                operation.wait()
+                return
+            nap_s = 0.0
+            while not operation.test():
+                if time.monotonic() > deadline:
+                    raise TimeLimitError(
+                        "wait", got="no end",
+                        expected=f"the end of {operation.call[0]} before the timeout of {limit_s:g} s",
+                        remedy="see whether all ranks of the group have called it",
+                    )  # fmt: skip
+                time.sleep(nap_s)
+                nap_s = min(nap_s + 1e-6, 1e-3)
+        except TimeLimitError:
+            raise
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                raise
+            # `_count` keeps it, too
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """Return a future of the written tensors."""
+        with self._lock:
+            is_new = self._future is None
+            if is_new:
+                self._future = _Future()
+            future, is_over = self._future, self._is_over
+        assert future is not None
+        if is_new and is_over:
+            self._set(future)
+        return future
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the written tensors, once the operation is complete."""
+        return self._result
+
+    def synchronize(self) -> None:
+        """Block until the operation is complete."""
+        self.wait()
+
+    def source_rank(self) -> int:
+        """Return the sender of the tensor that ``recv`` from any rank has received."""
+        return int(self._operations[0].value[1])
+
+    _source_rank = source_rank
+
+
+class _Future(torch.futures.Future):  # type: ignore[misc]
+    """A future that notes whether Python callbacks wait for it."""
+
+    has_callbacks = False
+
+    def then(self, callback: Callable[[Any], Any]) -> Any:
+        """See `torch.futures.Future.then`."""
+        self.has_callbacks = True
+        return super().then(callback)
+
+    def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
+        """See `torch.futures.Future.add_done_callback`."""
+        self.has_callbacks = True
+        super().add_done_callback(callback)
+
+
+def _as_runtime_error(error: BaseException) -> BaseException:
+    """Return ``error`` as the RuntimeError that c10d's callers catch."""
+    if isinstance(error, RuntimeError) or not isinstance(error, Exception):
+        return error
+    wrapped = RuntimeError(str(error))
+    wrapped.__cause__ = error
+    return wrapped
+
+
+def _operation(method: Callable[..., Work]) -> Callable[..., Any]:
+    """Return a method that hands CUDA tensors to NCCL where that is possible."""
+
+    @functools.wraps(method)
+    def run(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        tensor = _first_tensor([*args, *kwargs.values()])
+        if tensor is not None and tensor.is_cuda:
+            group = self.nccl_group(tensor.device)
+            if group is not None:
+                return getattr(group, method.__name__)(*args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    return run
+
+
+def _first_tensor(values: Sequence[Any]) -> torch.Tensor | None:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, (list, tuple)) and (tensor := _first_tensor(value)) is not None:
+            return tensor
+    return None
+
+
+class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
+    """A process group of torch.distributed over MPI; made by `create`.
+
+    Args:
+        world: its ranks, a world of this group alone.
+        rank: the rank of this process in the group.
+        store: c10d's store of the group.
+        timeout: the time-out of its operations.
+        name: its name.
+    """
+
+    def __init__(self, world: World, rank: int, store: Any, timeout: timedelta, name: str) -> None:
+        super().__init__(rank, world.size)
+        self.world = world
+        self._store, self._timeout, self._name, self._desc = store, timeout, str(name), "undefined"
+        self._nccl: dict[torch.device, Any] = {}
+        self._has_completion_lane = False
+
+    # What c10d asks of a group.
+
+    def getBackendName(self) -> str:
+        """Return the backend's name."""
+        return NAME
+
+    name = _get_backend_name = getBackendName
+
+    def getRank(self) -> int:
+        """Return the rank of this process in the group."""
+        return self.world.rank
+
+    def getSize(self) -> int:
+        """Return the number of ranks."""
+        return self.world.size
+
+    @property
+    def group_name(self) -> str:
+        """The name that c10d gave the group."""
+        return self._name
+
+    def getGroupName(self) -> str:
+        """Return `group_name`."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        """Set `group_name`."""
+        self._name = name
+
+    _set_group_name = setGroupName
+
+    @property
+    def group_desc(self) -> str:
+        """The description that c10d gave the group."""
+        return self._desc
+
+    def getGroupDesc(self) -> str:
+        """Return `group_desc`."""
+        return self._desc
+
+    def setGroupDesc(self, desc: str) -> None:
+        """Set `group_desc`."""
+        self._desc = desc
+
+    _set_group_desc = setGroupDesc
+
+    def get_group_store(self) -> Any:
+        """Return c10d's store of the group."""
+        return self._store
+
+    def _get_backend(self, device: torch.device) -> Any:
+        if device.type == "cuda" and (group := self.nccl_group(device)) is not None:
+            return group
+        return self
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
+
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the time-out of later operations."""
+        self._timeout = timeout
+
+    _set_default_timeout = set_timeout
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass
+
+    def _get_sequence_number_for_group(self) -> int:
+        return 0
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def _wait_for_pending_works(self) -> None:
+        self.world.settle()
+
+    def shutdown(self) -> None:
+        """End the group: complete its operations, and release its communicators, memory and threads."""
+        for group in self._nccl.values():
+            if group is not None:
+                group.shutdown()
+        if not self.world.is_closed:
+            self.world.close()
+
+    def abort(self) -> None:
+        """End the group at once."""
+        for group in self._nccl.values():
+            if group is not None:
+                group.abort()
+
+    def nccl_group(self, device: torch.device) -> Any:
+        """Return the ProcessGroupNCCL of a GPU; None if NCCL is missing or ranks share a GPU. All ranks must call."""
+        if device not in self._nccl:
+            own = f"{device.index if device.index is not None else torch.cuda.current_device()}"
+            gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+            places = collectives.allgather_object([self.world.node, gpus, own], self.world)
+            is_shared = len({tuple(place) for place in places}) < self.world.size
+            if is_shared or not dist.is_nccl_available():
+                self._nccl[device] = None
+            else:
+                store = dist.PrefixStore(f"hpcdp/{self._name}/nccl", self._store)
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = self._timeout
+                self._nccl[device] = dist.ProcessGroupNCCL(store, self.world.rank, self.world.size, options)
+        return self._nccl[device]
+
+    # Reductions.
+
+    @_operation
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
+        """Reduce each tensor elementwise over all ranks, in place."""
+        tensors = _listed(tensors)
+        if any(tensor.is_sparse for tensor in tensors):
+            return self._sparse_allreduce(tensors, opts)
+        op, factor = _reduction(opts)
+        if len(tensors) > 1:
+            return self.allreduce_coalesced(tensors, opts)
+        array, finish = _target(tensors[0])
+        return self._run("allreduce", opts, tensors, finish, array, op, self.world, prescale=factor)
+
+    @_operation
+    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Work:
+        """Reduce several tensors elementwise over all ranks, in place, as one operation."""
+        op, factor = _reduction(opts)
+        arrays, finishes = zip(*(_target(tensor) for tensor in tensors), strict=True)
+        finish = _all_of(finishes)
+        return self._run("grouped_allreduce", opts, tensors, finish, list(arrays), op, self.world, prescale=factor)
+
+    def _sparse_allreduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> Work:
+        """Sum sparse tensors: gather the indices and values of all ranks, and coalesce them; blocking."""
+        if _reduction(opts) != ("sum", 1.0):
+            raise UnsupportedError("all_reduce", where="op", expected="SUM for a sparse tensor", got=str(opts.reduceOp))
+        for tensor in tensors:
+            own = tensor.detach().coalesce()
+            indices = collectives.allgather(own.indices().t().contiguous().numpy(), self.world)
+            values = collectives.allgather(_array(own.values()), self.world)
+            total = torch.sparse_coo_tensor(torch.from_numpy(indices).t(), _tensor(values), own.shape).coalesce()
+            with torch.no_grad():
+                tensor.copy_(total)
+        return Work([], tensors)
+
+    @_operation
+    def reduce(self, tensors: Any, opts: Any = None, *others: Any, root: int = 0, op: Any = None) -> Work:
+        """Reduce a tensor elementwise over all ranks, in place on the root; elsewhere it is unchanged."""
+        tensors, root = _listed(tensors), getattr(opts, "rootRank", opts if isinstance(opts, int) else root)
+        (tensor,) = tensors
+        reduction, factor = _reduction(op or (others[0] if others else opts))
+        array, finish = _target(tensor)
+        return self._run("reduce", opts, tensors, finish, array, reduction, root, self.world, prescale=factor)
+
+    @_operation
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
+        """Reduce tensors elementwise over all ranks, the r-th on rank r only."""
+        (output,) = _listed(outputs)
+        tensors = inputs[0] if isinstance(inputs[0], (list, tuple)) else inputs
+        op, factor = _reduction(opts)
+        x = _joined(tensors)
+        if len({tensor.numel() for tensor in tensors}) == 1:
+            out, finish = _target(output, flat=True)
+            return self._run("reduce_scatter", opts, [output], finish, x, op, self.world, out=out, prescale=factor)
+        first = sum(tensor.numel() for tensor in tensors[: self.world.rank])
+        x = x.copy()
+        part = x[first : first + output.numel()]
+        return self._run("allreduce", opts, [output], lambda _: _copy(part, output), x, op, self.world, prescale=factor)
+
+    @_operation
+    def reduce_scatter_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Work:
+        """Reduce a tensor elementwise over all ranks; its r-th part on rank r only."""
+        op, factor = _reduction(opts)
+        out, finish = _target(output, flat=True)
+        return self._run("reduce_scatter", opts, [output], finish, _flat(x), op, self.world, out=out, prescale=factor)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    @_operation
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> Work:
+        """Run `reduce_scatter_single` for several tensors."""
+        return self._together([self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # Movements.
+
+    @_operation
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0) -> Work:
+        """Overwrite a tensor on all ranks with that of the root."""
+        tensors, root = _listed(tensors), getattr(opts, "rootRank", opts if isinstance(opts, int) else root)
+        if len(tensors) > 1:
+            return self._together([self.broadcast([tensor], opts) for tensor in tensors])
+        array, finish = _target(tensors[0], moves=True)
+        return self._run("broadcast", opts, tensors, finish, array, root, self.world)
+
+    @_operation
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        """Gather the tensors of all ranks on every rank; they may differ in size."""
+        (tensor,) = _listed(inputs)
+        targets = outputs[0] if isinstance(outputs[0], (list, tuple)) else outputs
+        x = _flat(tensor, moves=True)
+        if len({target.numel() for target in targets}) > 1:
+            return self._run("allgather", opts, targets, lambda gathered: _scatter_to(gathered, targets), x, self.world)
+        out = _adjacent(targets)
+        if out is None:
+            gathered = np.empty(x.size * self.world.size, x.dtype)
+            return self._run(
+                "allgather", opts, targets, lambda _: _scatter_to(gathered, targets), x, self.world, out=gathered
+            )
+        return self._run("allgather", opts, targets, None, x, self.world, out=out)
+
+    @_operation
+    def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Work:
+        """Gather the tensors of all ranks, of one shape, one after another in ``output``."""
+        out, finish = _target(output, flat=True, moves=True)
+        return self._run("allgather", opts, [output], finish, _flat(x, moves=True), self.world, out=out)
+
+    _allgather_base = all_gather_single
+
+    @_operation
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> Work:
+        """Run `all_gather_single` for several tensors."""
+        return self._together([self.all_gather_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    @_operation
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> Work:
+        """Gather several tensors of all ranks: ``outputs[r][i]`` receives the i-th tensor of rank r."""
+        return self._together([self.allgather([[row[i] for row in outputs]], [x], opts) for i, x in enumerate(inputs)])
+
+    @_operation
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, *, root: int = 0) -> Work:
+        """Gather the tensors of all ranks on the root; they may differ in size."""
+        root = getattr(opts, "rootRank", opts if isinstance(opts, int) else root)
+        (tensor,) = _listed(inputs)
+        targets = [] if self.world.rank != root else outputs[0] if isinstance(outputs[0], (list, tuple)) else outputs
+        finish = (lambda gathered: _scatter_to(gathered, targets)) if targets else None
+        return self._run("gather", opts, targets, finish, _flat(tensor, moves=True), root, self.world)
+
+    @_operation
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *, root: int = 0) -> Work:
+        """Send each rank its tensor of the root's list; they may differ in size."""
+        root = getattr(opts, "rootRank", opts if isinstance(opts, int) else root)
+        (output,) = _listed(outputs)
+        x, splits = None, None
+        if self.world.rank == root:
+            tensors = inputs[0] if isinstance(inputs[0], (list, tuple)) else inputs
+            x, splits = _joined(tensors, moves=True), [tensor.numel() for tensor in tensors]
+        out, finish = _target(output, flat=True, moves=True)
+        return self._run("scatter", opts, [output], finish, x, root, self.world, splits, out)
+
+    @_operation
+    def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None) -> Work:
+        """Send the r-th tensor to rank r, and receive one of each rank; they may differ in size."""
+        splits = [tensor.numel() for tensor in inputs]
+        x = _joined(inputs, moves=True)
+        return self._run("alltoall", opts, outputs, lambda moved: _scatter_to(moved[0], outputs), x, splits, self.world)
+
+    @_operation
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        x: torch.Tensor,
+        output_splits: Sequence[int] = (),
+        input_splits: Sequence[int] = (),
+        opts: Any = None,
+    ) -> Work:
+        """Send rows to every rank, and receive theirs; the splits count rows along axis 0."""
+        n = self.world.size
+        if input_splits or output_splits:
+            rows = _sent(x, moves=True)
+            splits = list(input_splits) or [len(rows) // n] * n
+            received = list(output_splits) or [len(output) // n] * n
+
+            def finish(moved: tuple[Array, np.ndarray]) -> None:
+                if moved[1].tolist() != received:
+                    raise UnsupportedError(
+                        "all_to_all_single", where="output_split_sizes", expected=f"{moved[1].tolist()}, as sent",
+                        got=received,
+                    )  # fmt: skip
+                _copy(moved[0], output)
+
+            return self._run("alltoall", opts, [output], finish, rows, splits, self.world)
+        if x.numel() % n or x.numel() != output.numel():
+            raise UnsupportedError(
+                "all_to_all_single", where="input", expected=f"a multiple of {n} elements, as output has",
+                got=f"{x.numel()} elements, and {output.numel()} in output",
+            )  # fmt: skip
+        out, copied = _target(output, flat=True, moves=True)
+        return self._run("alltoall", opts, [output], copied, _flat(x, moves=True), None, self.world, out)
+
+    alltoall_base = all_to_all_single
+
+    @_operation
+    def send(self, tensors: Any, dest: int, tag: int = 0) -> Work:
+        """Send a tensor to rank ``dest`` of the group."""
+        (tensor,) = _listed(tensors)
+        return self._run("send", None, [tensor], None, _flat(tensor, moves=True), dest, tag, self.world)
+
+    @_operation
+    def recv(self, tensors: Any, source: int | None, tag: int = 0) -> Work:
+        """Receive a tensor of rank ``source`` of the group, in place."""
+        (tensor,) = _listed(tensors)
+        out, finish = _target(tensor, flat=True, moves=True)
+        return self._run("recv", None, [tensor], finish, out, source, tag, self.world)
+
+    @_operation
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
+        """Receive a tensor of any rank of the group, in place."""
+        return self.recv(tensors, None, tag)  # type: ignore[no-any-return]
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
+        """Complete when every rank has called."""
+        return self._run("barrier", opts, [], None, self.world)
+
+    # Execution.
+
+    def _run(
+        self, name: str, opts: Any, result: Sequence[torch.Tensor], finish: Finish | None, /, *args: Any, **kwargs: Any
+    ) -> Work:
+        """Run or start the function ``name`` of `hpcdp.collectives`.
+
+        Args:
+            name: the blocking function.
+            opts: c10d's options, of which ``asyncOp`` and ``timeout`` count; without ``asyncOp`` it is started.
+            result: the tensors of the work's future.
+            finish: called at the end with the function's result.
+            args: those of the function.
+            kwargs: those of the function.
+        """
+        limit = getattr(opts, "timeout", timedelta(0))
+        if limit <= timedelta(0):
+            limit = self._timeout
+        if not getattr(opts, "asyncOp", True) and limit >= _PATIENT:
+            value = getattr(collectives, name)(*args, **kwargs)
+            if finish is not None:
+                finish(value)
+            return Work([], result)
+        operation = getattr(collectives, f"i{name}")(*args, **kwargs)
+        end = None if finish is None else lambda: finish(operation.value)
+        return Work([operation], result, end, limit, self._complete)
+
+    def _together(self, works: Sequence[Work]) -> Work:
+        operations = [operation for work in works for operation in work._operations]
+        result = [tensor for work in works for tensor in work._result]
+        # The callbacks of `works` were added first, so these do not wait for what this thread has to do.
+        return Work(operations, result, functools.partial(_wait_for_all, works), self._timeout, self._complete)
+
+    def _complete(self, call: Callable[[], None]) -> None:
+        """Run ``call`` on a thread that may block."""
+        engine = self.world.engine
+        if not self._has_completion_lane:
+            engine.add_lane(_COMPLETION_LANE, threads=_COMPLETION_THREADS)
+            self._has_completion_lane = True
+        engine.push(call, lane=_COMPLETION_LANE)
+
+
+_PATIENT = timedelta(minutes=5)
+"""The shortest time-out that is left to the watchdog, so that blocking calls take the direct way."""
+
+
+def _wait_for_all(works: Sequence[Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _all_of(calls: Sequence[Finish | None]) -> Finish | None:
+    present = [call for call in calls if call is not None]
+
+    def run(value: Any) -> None:
+        for call in present:
+            call(value)
+
+    return run if present else None
+
+
+def _listed(tensors: Any) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _reduction(opts: Any) -> tuple[str | Monoid, float]:
+    """Return the operation in c10d's options, or of a ReduceOp itself, and the factor of PREMUL_SUM."""
+    op = getattr(opts, "reduceOp", opts)
+    if op is None:
+        return "sum", 1.0
+    kind = getattr(op, "op", op)
+    if kind not in _REDUCTIONS:
+        raise UnsupportedError("all_reduce", where="op", expected="an operation of torch.distributed", got=str(op))
+    factor = 1.0
+    if kind == _Ops.PREMUL_SUM:
+        factor = float(op.factor() if callable(op.factor) else op.factor)
+    return _REDUCTIONS[kind], factor
+
+
+_MOVED_AS_BYTES = {
+    dtype for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+    if (dtype := getattr(torch, name, None)) is not None
+}  # fmt: skip
+_KIND = kinds[torch.Tensor]
+
+
+def _array(tensor: torch.Tensor, moves: bool = False) -> Array:
+    """Return an array over the memory of ``tensor``; if it is only moved, of bytes for dtypes that NumPy lacks."""
+    values = tensor.detach()
+    if moves and values.dtype in _MOVED_AS_BYTES:
+        values = values.view(torch.uint8)
+    if values.is_conj() or values.is_neg():
+        values = values.resolve_conj().resolve_neg()
+    assert _KIND is not None
+    return _KIND.as_array("torch.distributed", "tensor", values)
+
+
+def _tensor(array: Array) -> torch.Tensor:
+    assert _KIND is not None
+    return _KIND.of_array(array)  # type: ignore[no-any-return]
+
+
+def _sent(tensor: torch.Tensor, moves: bool = False) -> Array:
+    return _array(tensor if tensor.is_contiguous() else tensor.detach().contiguous(), moves)
+
+
+def _flat(tensor: torch.Tensor, moves: bool = False) -> Array:
+    """Return the elements of ``tensor``, shape ``(count,)``; a copy unless it is contiguous."""
+    return _sent(tensor, moves).reshape(-1)
+
+
+def _target(tensor: torch.Tensor, flat: bool = False, moves: bool = False) -> tuple[Array, Finish | None]:
+    """Return an array that an operation may change for ``tensor``, and the function that copies it back, if needed."""
+    if tensor.is_contiguous():
+        array = _array(tensor, moves)
+        return (array.reshape(-1) if flat else array), None
+    copy = tensor.detach().contiguous()
+    array = _array(copy, moves)
+    return (array.reshape(-1) if flat else array), lambda _: _fill(tensor, copy)
+
+
+def _fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    tensor.detach().copy_(values)
+
+
+def _joined(tensors: Sequence[torch.Tensor], moves: bool = False) -> Array:
+    """Return the elements of all tensors one after another, shape ``(count,)``; a copy unless they lie so."""
+    whole = _adjacent(tensors)
+    if whole is None:
+        whole = _flat(torch.cat([tensor.detach().reshape(-1) for tensor in tensors]), moves)
+    return whole
+
+
+def _adjacent(tensors: Sequence[torch.Tensor]) -> Array | None:
+    """Return the elements of tensors that lie one after another in memory; None if they do not."""
+    first = tensors[0]
+    end = first.data_ptr()
+    for tensor in tensors:
+        if not tensor.is_contiguous() or tensor.data_ptr() != end or tensor.dtype != first.dtype:
+            return None
+        end += tensor.nbytes
+    storage = first.untyped_storage()
+    if end > storage.data_ptr() + storage.nbytes():
+        return None
+    count = sum(tensor.numel() for tensor in tensors)
+    return _flat(first.detach().as_strided((count,), (1,)), moves=first.dtype in _MOVED_AS_BYTES)
+
+
+def _copy(array: Array, tensor: torch.Tensor) -> None:
+    values = _tensor(array)
+    if values.dtype != tensor.dtype:  # moved as bytes
+        values = values.view(tensor.dtype)
+    tensor.detach().copy_(values.view(tensor.shape))
+
+
+def _scatter_to(array: Array, tensors: Sequence[torch.Tensor]) -> None:
+    """Copy the elements of ``array``, shape ``(count,)``, to tensors one after another."""
+    first = 0
+    for tensor in tensors:
+        count = tensor.numel()
+        _copy(array[first : first + count], tensor)
+        first += count

@@ -1,0 +1,73 @@
+"""Registration of the backend "hpcdp" with torch.distributed, at ``import torch``.
+
+PyTorch calls `register` through the entry point group ``torch.backends``. It never raises, and imports neither MPI nor
+NumPy. The backend itself, `hpcdp.torch.process_group`, is imported when a process group is made.
+
+Under a launcher of MPI the rendezvous ``env://`` needs no address: where ``MASTER_ADDR`` is not set, c10d's store lives
+on MPI (`hpcdp.torch.store`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+
+from .core.environment import launched_rank, launched_ranks
+
+NAME = "hpcdp"
+
+_LOCAL = {
+    "LOCAL_RANK": ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"),
+    "LOCAL_WORLD_SIZE": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+}
+
+
+def register() -> None:
+    """Register the backend and its rendezvous, and set the variables that torchrun sets; never raise."""
+    with contextlib.suppress(Exception):
+        import torch.distributed as dist
+
+        if dist.is_available() and NAME.upper() not in dist.Backend._plugins:
+            dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+            _take_rendezvous(sys.modules["torch.distributed.rendezvous"])
+            set_variables(os.environ)
+
+
+def set_variables(environ: MutableMapping[str, str]) -> None:
+    """Set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE from the launcher's variables, where they are missing.
+
+    Nothing is set where RANK or WORLD_SIZE have other values, as in a program that a rank starts by other means.
+    """
+    rank, size = launched_rank(environ), launched_ranks(environ)
+    if rank is None or environ.get("RANK", str(rank)) != str(rank) or environ.get("WORLD_SIZE", str(size)) != str(size):
+        return
+    environ["RANK"], environ["WORLD_SIZE"] = str(rank), str(size)
+    for name, sources in _LOCAL.items():
+        value = next((environ[source] for source in sources if source in environ), None)
+        if value is not None:
+            environ.setdefault(name, value)
+
+
+def _create(*args: Any) -> Any:
+    from .torch.process_group import create
+
+    return create(*args)
+
+
+def _take_rendezvous(rendezvous: Any) -> None:
+    """Answer ``env://`` without an address under a launcher of MPI."""
+    default = rendezvous._rendezvous_handlers["env"]
+
+    def handler(url: str, timeout: Any = None, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
+        if os.environ.get("MASTER_ADDR") or launched_ranks() is None:
+            limit = {} if timeout is None else {"timeout": timeout}
+            yield from default(url, **limit, **kwargs)
+            return
+        from .torch.store import open_store
+
+        yield open_store(timeout)
+
+    rendezvous._rendezvous_handlers["env"] = handler

@@ -1,0 +1,275 @@
+"""The backend "hpcdp" of torch.distributed, between processes."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+import torch.distributed as dist
+
+import hpcdp.torch_backend
+
+pytestmark = pytest.mark.mpi
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group():
+    hpcdp.torch_backend.register()
+    dist.init_process_group("hpcdp")
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def of(rank, shape=(3, 5), dtype=torch.float32):
+    """Return the tensor of a rank: small numbers, different on every rank and at every place."""
+    count = int(torch.tensor(shape).prod())
+    return ((torch.arange(count) * 3 + rank * 7) % 11).reshape(shape).to(dtype)
+
+
+def everyone(shape=(3, 5), dtype=torch.float32):
+    return [of(rank, shape, dtype) for rank in range(dist.get_world_size())]
+
+
+def test_every_reduction():
+    me, n = dist.get_rank(), dist.get_world_size()
+    ops = {
+        dist.ReduceOp.SUM: lambda x: x.sum(0), dist.ReduceOp.PRODUCT: lambda x: x.prod(0),
+        dist.ReduceOp.MIN: lambda x: x.amin(0), dist.ReduceOp.MAX: lambda x: x.amax(0),
+    }  # fmt: skip
+    for dtype in DTYPES:
+        for op, expected in ops.items():
+            if op == dist.ReduceOp.PRODUCT and dtype in (torch.bfloat16, torch.uint8):
+                continue  # of other ranges
+            x = of(me, dtype=dtype)
+            dist.all_reduce(x, op)
+            assert torch.equal(x, expected(torch.stack(everyone(dtype=dtype)).double()).to(dtype)), (dtype, op)
+    rows = everyone(dtype=torch.int32)
+    for op, name in (("BAND", "bitwise_and"), ("BOR", "bitwise_or"), ("BXOR", "bitwise_xor")):
+        x, expected = of(me, dtype=torch.int32), rows[0].clone()
+        for row in rows[1:]:
+            expected = getattr(torch, name)(expected, row)
+        dist.all_reduce(x, getattr(dist.ReduceOp, op))
+        assert torch.equal(x, expected), op
+    total = torch.stack(everyone()).sum(0)
+    x = of(me)
+    dist.all_reduce(x, dist.ReduceOp.AVG)
+    assert torch.allclose(x, total / n)
+    x = of(me)
+    dist.all_reduce(x, dist._make_nccl_premul_sum(0.5))
+    assert torch.allclose(x, total / 2)
+    x = of(me)
+    dist.reduce(x, n - 1)
+    assert torch.equal(x, total if me == n - 1 else of(me))
+
+
+def test_layouts_and_parameters():
+    me = dist.get_rank()
+    total = torch.stack(everyone((4, 6))).sum(0)
+    x = torch.nn.Parameter(of(me, (4, 6)))
+    dist.all_reduce(x)  # as broadcasts of parameters do
+    assert torch.equal(x.detach(), total)
+    whole = torch.zeros(4, 12)
+    whole[:, ::2] = of(me, (4, 6))
+    dist.all_reduce(whole[:, ::2])
+    assert torch.equal(whole[:, ::2], total) and not whole[:, 1::2].any()
+    number = torch.tensor(float(me))
+    dist.all_reduce(number)
+    assert number == sum(range(dist.get_world_size()))
+    x = torch.complex(of(me), -of(me))
+    dist.all_reduce(x)
+    assert torch.equal(x.real, torch.stack(everyone()).sum(0)) and torch.equal(x.imag, -x.real)
+    empty = torch.empty(0)
+    dist.all_reduce(empty)
+
+
+def test_movements():
+    me, n = dist.get_rank(), dist.get_world_size()
+    for dtype in (*DTYPES, torch.bool, torch.float8_e4m3fn):
+        x = of(n - 1, dtype=torch.float32).to(dtype) if me == n - 1 else torch.zeros(3, 5).to(dtype)
+        dist.broadcast(x, n - 1)
+        assert torch.equal(x.float(), of(n - 1).to(dtype).float()), dtype
+        outs = [torch.zeros(3, 5).to(dtype) for _ in range(n)]
+        dist.all_gather(outs, of(me).to(dtype))
+        assert all(torch.equal(out.float(), x.to(dtype).float()) for out, x in zip(outs, everyone(), strict=True))
+    out = torch.empty(3 * n, 5)
+    dist.all_gather_into_tensor(out, of(me))
+    assert torch.equal(out, torch.cat(everyone()))
+    pieces = list(torch.zeros(n, 3, 5).unbind())  # which lie one after another
+    dist.all_gather(pieces, of(me))
+    assert all(torch.equal(*pair) for pair in zip(pieces, everyone(), strict=True))
+    uneven = [torch.zeros(rank + 1, 2) for rank in range(n)]
+    dist.all_gather(uneven, torch.full((me + 1, 2), float(me)))
+    assert all((x == rank).all() for rank, x in enumerate(uneven))
+    outs = [torch.zeros(3, 5) for _ in range(n)] if me == 0 else None
+    dist.gather(of(me), outs)
+    assert me or all(torch.equal(*pair) for pair in zip(outs, everyone(), strict=True))
+    out = torch.zeros(5, 3).t()  # strided
+    dist.scatter(out, everyone() if me == n - 1 else None, src=n - 1)
+    assert torch.equal(out, of(me))
+    with pytest.raises((ValueError, RuntimeError)):
+        dist.all_to_all_single(torch.zeros(n + 1), torch.zeros(n + 1)) if n > 1 else dist.all_to_all_single(
+            torch.zeros(2), torch.zeros(1)
+        )
+
+
+def test_scattered_reductions_and_alltoall():
+    me, n = dist.get_rank(), dist.get_world_size()
+    whole = torch.stack(everyone((2 * n, 3))).sum(0)
+    out = torch.zeros(2, 3)
+    dist.reduce_scatter_tensor(out, of(me, (2 * n, 3)))
+    assert torch.equal(out, whole[2 * me : 2 * me + 2])
+    out = torch.zeros(2, 3)
+    dist.reduce_scatter(out, list(of(me, (2 * n, 3)).split(2)), dist.ReduceOp.AVG)
+    assert torch.allclose(out, whole[2 * me : 2 * me + 2] / n)
+    out = torch.zeros(me + 1)
+    dist.reduce_scatter(out, [torch.arange(rank + 1.0) + me for rank in range(n)])
+    assert torch.equal(out, n * torch.arange(me + 1.0) + sum(range(n)))
+
+    sent = of(me, (2 * n, 3))
+    out = torch.zeros(2 * n, 3)
+    dist.all_to_all_single(out, sent)
+    expected = torch.cat([x[2 * me : 2 * me + 2] for x in everyone((2 * n, 3))])
+    assert torch.equal(out, expected)
+    counts = [(me + rank) % 3 for rank in range(n)]
+    x = torch.full((sum(counts), 2), float(me))
+    out = torch.zeros(sum(counts), 2)
+    dist.all_to_all_single(out, x, counts, counts)
+    assert out[:, 0].tolist() == [float(rank) for rank, count in enumerate(counts) for _ in range(count)]
+    outs = [torch.zeros(rank + me + 1) for rank in range(n)]
+    dist.all_to_all(outs, [torch.full((rank + me + 1,), float(10 * me + rank)) for rank in range(n)])
+    assert all((x == 10 * rank + me).all() for rank, x in enumerate(outs))
+
+
+def test_messages():
+    me, n = dist.get_rank(), dist.get_world_size()
+    if n == 1:
+        pytest.skip("of several ranks")
+    right, left = (me + 1) % n, (me - 1) % n
+    out = torch.zeros(5, 3).t()
+    ops = [dist.P2POp(dist.isend, of(me), right, tag=3), dist.P2POp(dist.irecv, out, left, tag=3)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    assert torch.equal(out, of(left))
+    if me == 0:
+        for _ in range(n - 1):
+            x = torch.zeros(100_000)
+            sender = dist.recv(x)
+            assert (x == sender).all() and sender > 0
+    else:
+        dist.send(torch.full((100_000,), float(me)), 0)
+    objects = [{"rank": me}] if me == 0 else [None]
+    dist.broadcast_object_list(objects)
+    assert objects == [{"rank": 0}]
+    gathered = [None] * n
+    dist.all_gather_object(gathered, ("rank", me))
+    assert gathered == [("rank", rank) for rank in range(n)]
+
+
+def test_works_and_futures():
+    me, n = dist.get_rank(), dist.get_world_size()
+    total = torch.stack(everyone((300, 1000))).sum(0)
+    tensors = [of(me, (300, 1000)) for _ in range(3)]
+    works = [dist.all_reduce(x, async_op=True) for x in tensors]
+    assert torch.equal(works[2].get_future().wait()[0], total)
+    works[0].wait()
+    while not works[1].is_completed():
+        pass
+    assert works[1].is_success() and works[1].exception() is None
+    assert all(torch.equal(x, total) for x in tensors)
+
+    def again(future):  # as PowerSGD does, which waits in a callback
+        return dist.all_reduce(future.value()[0], async_op=True).get_future().wait()[0]
+
+    x = of(me)
+    doubled = dist.all_reduce(x, async_op=True).get_future().then(again).wait()
+    assert torch.equal(doubled, n * torch.stack(everyone()).sum(0))
+    with dist._coalescing_manager(async_ops=True) as manager:
+        pair = [of(me), of(me, (7,))]
+        for x in pair:
+            dist.all_reduce(x)
+    manager.wait()
+    assert torch.equal(pair[1], torch.stack(everyone((7,))).sum(0))
+
+
+def test_groups_and_store():
+    me, n = dist.get_rank(), dist.get_world_size()
+    evens = dist.new_group(list(range(0, n, 2)))
+    own = dist.new_group([me], use_local_synchronization=True)
+    if me % 2 == 0:
+        x = torch.tensor([float(me)])
+        dist.all_reduce(x, group=evens)
+        assert x == sum(range(0, n, 2)) and dist.get_rank(evens) == me // 2
+        dist.destroy_process_group(evens)
+    x = torch.ones(3)
+    dist.all_reduce(x, group=own)
+    assert (x == 1).all()
+    store = dist.distributed_c10d._get_default_store()
+    assert store.add("count", me + 1) <= n * (n + 1) // 2
+    dist.barrier()
+    assert int(store.get("count")) == n * (n + 1) // 2
+    store.set(f"key {me}", b"\0value")
+    store.wait([f"key {rank}" for rank in range(n)])
+    assert store.get(f"key {n - 1}") == b"\0value" and store.check(["key 0"]) and not store.check(["other"])
+    with pytest.raises(RuntimeError, match="other"):
+        store.wait(["other"], timedelta(seconds=0.05))
+    dist.barrier()
+
+
+def test_a_late_rank_is_a_runtime_error():
+    if dist.get_world_size() == 1:
+        pytest.skip("of several ranks")
+    group = dist.new_group(timeout=timedelta(seconds=0.3))
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"timeout of 0\.3 s"):
+            dist.all_reduce(torch.ones(3), group=group)
+    dist.barrier()
+    if dist.get_rank():
+        dist.all_reduce(torch.ones(3), group=group)  # which rank 0 has started
+    dist.barrier()
+
+
+def test_training_with_the_wrappers_of_pytorch():
+    me, n = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    reference = [p.detach().clone().requires_grad_() for p in model.parameters()]
+
+    def loss_of(net, rank):
+        return net(of(rank, (4, 5))).pow(2).mean()
+
+    mean = (
+        sum(
+            loss_of(
+                lambda x: torch.func.functional_call(
+                    model, dict(zip(dict(model.named_parameters()), reference, strict=True)), (x,)
+                ),
+                rank,
+            )
+            for rank in range(n)
+        )
+        / n
+    )
+    gradients = torch.autograd.grad(mean, reference)
+
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    loss_of(wrapped, me).backward()
+    for p, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(p.grad, gradient)
+
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    sharded = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    fully_shard(sharded)
+    loss_of(sharded, me).backward()
+    for p, gradient in zip(sharded.parameters(), gradients, strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), gradient)
+
+
+def test_variables_of_torchrun():
+    assert os.environ["RANK"] == str(dist.get_rank()) and os.environ["WORLD_SIZE"] == str(dist.get_world_size())
