@@ -389,7 +389,7 @@ def _shown(name: str) -> str:
 def _read(folder: Path, name: str) -> Run:
     path = folder / "metrics.jsonl"
     if not os.path.isfile(path):
-        got = "no metrics.jsonl in it" if folder.is_dir() else "no such folder"
+        got = "no metrics.jsonl in it" if os.path.isdir(folder) else "no such folder"
         raise ConfigError("report", where=folder, expected="a run folder, which has a file metrics.jsonl", got=got)
     try:
         records = read_metrics(path)

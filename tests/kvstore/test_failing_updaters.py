@@ -251,7 +251,7 @@ def test_a_rate_that_is_none_is_an_error_of_the_push(kind, per_node):
         rule = optim.SGD(lr=1.0)
         store.set_optimizer(rule)
         rule.lr = "x"
-        with raises(ConfigError, operation="push", where="sgd lr", expected=0, got="x"):
+        with raises(ConfigError, operation="push", where="lr", expected=0, got="x"):
             store.push("w", np.ones(4))
             store.wait()
         rule.lr = 1.0

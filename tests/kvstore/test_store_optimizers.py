@@ -177,7 +177,7 @@ def test_a_rate_that_is_none_is_told_where_it_is_pushed(per_node):
         rule = optim.SGD(lr=0.1)
         store.set_optimizer(rule)
         rule.lr = np.array(0.5)
-        with raises(ConfigError, operation="push", where="sgd lr", expected=0, got="array(0.5)"):
+        with raises(ConfigError, operation="push", where="lr", expected=0, got="array(0.5)"):
             store.push(["w", "v"], [full(1), full(1)])
 
     thread_comm.run(2, one, per_node)
