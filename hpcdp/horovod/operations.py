@@ -129,9 +129,10 @@ def allreduce_async_(
 ) -> Handle:  # fmt: skip
     """Start the reduction of ``tensor`` in place."""
     how = reduction_named("allreduce", op, average)
-    _scale_(tensor, prescale_factor)
-    operation = _start("allreduce", [tensor], process_set, op=how)
-    return Handle(operation, lambda result: _scale_(result, postscale_factor))
+    before, after, within = _factors([tensor], how, prescale_factor, postscale_factor)
+    _scale_(tensor, before)
+    operation = _start("allreduce", [tensor], process_set, op=how, **within)
+    return Handle(operation, lambda result: _scale_(result, after))
 
 
 def allreduce(
@@ -180,10 +181,11 @@ def grouped_allreduce_async_(
 ) -> Handle:  # fmt: skip
     """Start the reduction of all ``tensors`` in place, as one operation."""
     how = reduction_named("grouped_allreduce", op, average)
+    before, after, within = _factors(tensors, how, prescale_factor, postscale_factor)
     for tensor in tensors:
-        _scale_(tensor, prescale_factor)
-    operation = _start("grouped_allreduce", list(tensors), process_set, op=how)
-    return Handle(operation, lambda results: [_scale_(result, postscale_factor) for result in results])
+        _scale_(tensor, before)
+    operation = _start("grouped_allreduce", list(tensors), process_set, op=how, **within)
+    return Handle(operation, lambda results: [_scale_(result, after) for result in results])
 
 
 def grouped_allreduce(
@@ -321,9 +323,10 @@ def reducescatter_async(
     """Start the reduction of ``tensor``, of which every rank gets its rows; the first ranks get one more if uneven."""
     how = reduction_named("reducescatter", op, None)
     rows = _even_rows(tensor, process_set.size())
-    scaled = _scale_(tensor.detach().clone(), prescale_factor) if prescale_factor != 1 else tensor.detach()
-    operation = _start("reduce_scatter", [scaled], process_set, op=how, rows=rows)
-    return Handle(operation, lambda result: _scale_(result, postscale_factor))
+    before, after, within = _factors([tensor], how, prescale_factor, postscale_factor)
+    scaled = _scale_(tensor.detach().clone(), before) if before != 1 else tensor.detach()
+    operation = _start("reduce_scatter", [scaled], process_set, op=how, rows=rows, **within)
+    return Handle(operation, lambda result: _scale_(result, after))
 
 
 def reducescatter(
@@ -399,13 +402,15 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
 
 _STARTERS: dict[str, Callable[..., Operation[Any]]] = {
-    "allreduce": lambda xs, world, op: collectives.iallreduce(xs[0], op, world),
-    "grouped_allreduce": lambda xs, world, op: collectives.igrouped_allreduce(xs, op, world),
+    "allreduce": lambda xs, world, op, **factors: collectives.iallreduce(xs[0], op, world, **factors),
+    "grouped_allreduce": lambda xs, world, op, **factors: collectives.igrouped_allreduce(xs, op, world, **factors),
     "allgather": lambda xs, world: collectives.iallgather(xs[0], world),
     "grouped_allgather": lambda xs, world: collectives.igrouped_allgather(xs, world),
     "broadcast": lambda xs, world, root: collectives.ibroadcast(xs[0], root, world),
     "alltoall": lambda xs, world, splits: collectives.ialltoall(xs[0], splits, world),
-    "reduce_scatter": lambda xs, world, op, rows: collectives.ireduce_scatter(xs[0], op, world, splits=rows),
+    "reduce_scatter": lambda xs, world, op, rows, **factors: collectives.ireduce_scatter(
+        xs[0], op, world, splits=rows, **factors
+    ),
     "barrier": lambda xs, world: collectives.ibarrier(world),
 }
 """``start(tensors, world, **arguments)`` by operation."""
@@ -483,6 +488,19 @@ def reduction_named(operation: str, op: ReduceOp | None, average: bool | None) -
         )  # fmt: skip
     value: str = instance(operation, "op", op, ReduceOp, "hvd.Average, Sum, Min, Max or Product").value
     return value
+
+
+def _factors(
+    tensors: Sequence[torch.Tensor], op: str, prescale: float, postscale: float
+) -> tuple[float, float, dict[str, float]]:
+    """Return the factors to multiply by before and after an operation, and those that it applies itself.
+
+    It scales sums and means of floats in the pass in which it adds them up; other tensors are scaled here.
+    """
+    floats = all(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
+    if floats and op in (Sum.value, Average.value):
+        return 1.0, 1.0, {"prescale": float(prescale), "postscale": float(postscale)}
+    return prescale, postscale, {}
 
 
 def _scale_(tensor: torch.Tensor, factor: float) -> torch.Tensor:

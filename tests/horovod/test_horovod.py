@@ -79,6 +79,10 @@ def test_factors_before_and_after(dtype):
     torch.testing.assert_close(hvd.allreduce(x, op=hvd.Sum, postscale_factor=0.7), total, rtol=2e-3, atol=0)
     both = hvd.grouped_allreduce([x, x], op=hvd.Sum, postscale_factor=0.7)
     torch.testing.assert_close(both[1], total, rtol=2e-3, atol=0)
+    rows = hvd.reducescatter(x, op=hvd.Sum, prescale_factor=2, postscale_factor=0.5)
+    n, me = hvd.size(), hvd.rank()
+    ends = [len(x) // n * rank + min(rank, len(x) % n) for rank in (me, me + 1)]
+    torch.testing.assert_close(rows.double(), values.double().sum(0)[ends[0] : ends[1]], rtol=2e-3, atol=0)
     assert x.equal(of_rank(hvd.rank(), dtype))
 
 
