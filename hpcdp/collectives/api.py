@@ -288,9 +288,12 @@ def allgather(x: ArrayT, world: World | None = None, algorithm: str = "auto", ou
     if out is None and algorithm == "auto":
         return data_movement.run("allgather", world, x)
     world = ranks_of(world)
-    gathered, out = _gathered("allgather", x, world, out)
+    host, gathered, out = _gathered("allgather", x, world, out)
     plan = _planned("allgather", flat(gathered), _MOVED, algorithm, world)  # the ranks' ``out`` may differ in shape
-    plan.move(world, flat(gathered))
+    shard = _own_shard(gathered, host, world)
+    if plan.bound is None or not plan.bound(world, bytes_of(host), bytes_of(gathered)):
+        shard[...] = host.reshape(-1)
+        plan.move(world, flat(gathered))
     if gathered is not out:
         bring_back(gathered, out)
     return out
@@ -304,8 +307,9 @@ def iallgather(
     if out is None and algorithm == "auto":
         return data_movement.start("iallgather", world, x)
     world = ranks_of(world)
-    gathered, out = _gathered("iallgather", x, world, out)
+    host, gathered, out = _gathered("iallgather", x, world, out)
     plan = _planned("iallgather", flat(gathered), _MOVED, algorithm, world)
+    _own_shard(gathered, host, world)[...] = host.reshape(-1)
 
     def steps() -> StepsTo[Array]:
         if world.size > 1:
@@ -317,15 +321,14 @@ def iallgather(
     return started("iallgather", steps(), gathered, world)
 
 
-def _gathered(operation: str, x: Array, world: World, out: Array | None) -> tuple[np.ndarray, Array]:
-    """Return ``out`` on the host, in which this rank has written its shard, and ``out`` itself, new if it is None."""
+def _gathered(operation: str, x: Array, world: World, out: Array | None) -> tuple[np.ndarray, np.ndarray, Array]:
+    """Return ``x`` on the host, ``out`` on the host, and ``out`` itself, new if it is None."""
     host = movable(operation, x)
     if out is None:
         rows, *row = np.atleast_1d(host).shape
         out = from_host(np.empty((world.size * rows, *row), host.dtype), x)
     gathered = staged_of(operation, out, "out")
-    _own_shard(gathered, host, world)[...] = host.reshape(-1)
-    return gathered, out
+    return host, gathered, out
 
 
 def _own_shard(gathered: np.ndarray, x: np.ndarray, world: World) -> np.ndarray:
@@ -510,7 +513,7 @@ class _Plan:
 
     def move(self, world: World, x: np.ndarray, *root: int) -> None:
         """Broadcast ``x``, shape ``(count,)``, or complete it with the shards of all ranks."""
-        if self.bound is not None and self.bound(world, bytes_of(x)):
+        if self.bound is not None and root and self.bound(world, bytes_of(x)):
             return
         self.algorithm.run(world, self.call, x, *root)
         if not self.has_run:

@@ -125,6 +125,13 @@ def scatter_layout(sizes: Sequence[int], rank: int, root: int) -> Layout:
     return Layout(mine, ends, firsts, limits[-1])
 
 
+def broadcast_layout(nbytes: int, ranks: int, rank: int, root: int) -> Layout:
+    """Return the layout of a broadcast of ``nbytes`` bytes, which ``root`` does not send to itself."""
+    limits = [(0, nbytes if rank == root != other else 0) for other in range(ranks)]
+    ends = [0] * (ranks + 1) if rank == root else [0] * (root + 1) + [nbytes] * (ranks - root)
+    return Layout(limits, ends, [0] * ranks, nbytes)
+
+
 def direct(blocks: Blocks, world: World, tag: int) -> Steps:
     """Move all blocks at once, each as a message; the specification of the other algorithms."""
     comm = world.comm

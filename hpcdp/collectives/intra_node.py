@@ -2,8 +2,11 @@
 
 Every rank stages the shards of the others, reduces its own, and writes the result back in place: the reduce-scatter and
 allgather of Rabenseifner ("Optimization of Collective Reduction Operations", 2004), with ``2 (n - 1) / n`` sizes moving
-between cores. Very short arrays are staged completely and reduced by every rank, which saves a wait. In a broadcast or
-an allgather every rank stages its own shard and copies those of the others.
+between cores. Very short arrays are staged completely and reduced by every rank, which saves a wait.
+
+Movements of data stage up to `STAGED_NBYTES`. The other ranks read longer data where they are, in the private memory of
+the rank's process (process_vm_readv(2)): one copy instead of two. Where the kernel refuses that, long data are staged
+in pieces.
 
 Each rank also posts the signature of its call, so the same wait detects mismatched calls. Reductions run in the order
 of the local ranks, so all ranks get the same bits in every run.
@@ -11,6 +14,7 @@ of the local ranks, so all ranks get the same bits in every run.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -19,12 +23,12 @@ import numpy as np
 
 from .. import kernels
 from ..comm import Reduction, World
-from ..comm.communicator import OPS, Steps, StepsTo, real_numbers, split
+from ..comm.communicator import OPS, Steps, StepsTo, bounds, real_numbers, split
 from ..comm.consistency import Call, Calls, InMemory
 from ..comm.tasks import ProgressEngine, run_until_complete
 from ..core.arrays import words
-from ..errors import UnsupportedError
-from .blocks import Blocks, Layout
+from ..errors import UnsupportedError, WorldAborted
+from .blocks import Blocks, Layout, allgather_layout, broadcast_layout
 
 T = TypeVar("T")
 
@@ -44,6 +48,11 @@ COMPLEX_CHARS = "FD"
 Exchange = Callable[..., int]
 """A resumable kernel that reduces or moves arrays; returns `shm_allreduce.DONE` or another of its values."""
 
+STAGED_NBYTES = 8 << 10
+"""The longest data of a movement that a rank copies to the staging buffer. Others read longer ones in its own memory,
+by a system call that costs less than a second copy.
+"""
+_MARK_NBYTES, _MEET = 64, Call("preparation of the node's memory")
 _LEAST_COUNTS = 80
 """Counts that a rank announces at once, beside one for each rank."""
 
@@ -116,8 +125,9 @@ class _Staging:
         sums = memory.alloc(shape, np.uint8)
         self._sums = {dtype: sums.view(dtype) for dtype in self._exchange.DTYPES}
         self._others = memory.alloc(shape, np.uint8)
-        self._parts, self._rows = sums.reshape(2, -1), sums
+        self._rows = sums
         self._board = memory.alloc((2, memory.size, memory.size + _LEAST_COUNTS), np.int64)
+        self._direct = _direct_of(calls)
         self._by_all_nbytes = min(BY_ALL_NBYTES // max(memory.size - 1, 1), CHUNK_NBYTES)
 
     def allreduce_now(self, flat: np.ndarray, op: Reduction, call: Call) -> None:
@@ -164,21 +174,20 @@ class _Staging:
             met = exchange(*arrays)
         return True
 
-    def shares(self, first: int, last: int, call: Call) -> Exchange:
-        """Return the kernel that gathers every rank's shard of an array; see `shm_allreduce.share`."""
-        n = self._memory.size
-        return partial(self._exchange.share, first, last, self._parts, self._counters, n, self._state, call.signature)
+    def moves(self, layout: Layout, call: Call) -> Exchange:
+        """Return the kernel ``move(sent, received)`` of a layout that all ranks know."""
+        none, known = np.empty(0, np.int64), np.empty((self._memory.size, 0), np.int64)
+        return partial(self._exchange.exchange_again, none, known, *self._move_arguments(layout, call))
 
-    def share_now(self, flat: np.ndarray, first: int, last: int, call: Call) -> None:
-        """Gather every rank's shard of ``flat``, ``(nbytes,)`` uint8, on all, blocking."""
-        self._run(self.shares(first, last, call), (flat,), call)
+    def run_now(self, exchange: Exchange, x: np.ndarray, call: Call) -> None:
+        """Run an exchange of ``x`` to its end, blocking; nothing else may be in progress."""
+        self._run(exchange, (x,), call)
 
-    def share(self, flat: np.ndarray, first: int, last: int, call: Call) -> Steps:
-        """Run `share_now` as a machine."""
+    def run(self, exchange: Exchange, x: np.ndarray, call: Call) -> Steps:
+        """Run `run_now` as a machine."""
         yield from self._calls.turn(self._calls.begin(), patient=False)
         try:
-            exchange = self.shares(first, last, call)
-            while (met := exchange(flat)) != self._done:
+            while (met := exchange(x)) != self._done:
                 yield from self._not_yet(met, call)
         finally:
             self._calls.end()
@@ -200,14 +209,15 @@ class _Staging:
         self, call: Call, counts: np.ndarray, sent: np.ndarray, then: Callable[[np.ndarray], StepsTo[T]], ticket: int
     ) -> StepsTo[T]:
         yield from self._calls.turn(ticket, patient=False)
-        state, most = self._state, self._board.shape[2]
+        state, most = self._state, self._board.shape[2] - 1
         try:
             last = (max(counts.size, 1) - 1) // most * most
             pieces = []
             for first in range(0, last + 1, most):
                 piece, data = counts[first : first + most], sent if first == last else sent[:0]
                 board, kind = self._board, call.signature
-                announce = partial(self._exchange.announce, piece, board, self._rows, self._counters, state, kind)
+                where = self._direct, self._rows, self._counters, state, kind
+                announce = partial(self._exchange.announce, piece, board, *where)
                 while (met := announce(data)) != self._done:
                     yield from self._not_yet(met, call)
                 pieces.append(board[state[self._exchange.HALF], :, : piece.size].copy())
@@ -228,16 +238,15 @@ class _Staging:
         self, counts: Sequence[int], known: np.ndarray, layout: Layout, call: Call
     ) -> BoundExchange | None:
         """Return `gather` and `exchange` of one kernel call, for counts of all ranks that are ``known``."""
-        if len(counts) > self._board.shape[2]:
+        if len(counts) >= self._board.shape[2]:
             return None
-        firsts, ends, longest, *others = self._move_arguments(layout, call)
         mine = np.array(counts, np.int64)
-        again = self._exchange.exchange_again
-        return self.bound(partial(again, mine, known, firsts, ends, longest, self._board, *others))
+        return self.bound(partial(self._exchange.exchange_again, mine, known, *self._move_arguments(layout, call)))
 
     def _move_arguments(self, layout: Layout, call: Call) -> tuple[Any, ...]:
         firsts, ends = np.array(layout.firsts, np.int64), np.array(layout.ends, np.int64)
-        return firsts, ends, layout.longest, self._rows, self._counters, self._state, call.signature
+        where = self._board, self._direct, self._rows, self._counters, self._state
+        return firsts, ends, layout.longest, *where, call.signature
 
     def allreduce(self, flat: np.ndarray, op: Reduction, call: Call, patient: bool) -> Steps:
         """Reduce ``flat``, shape ``(count,)``, in place; a ``patient`` machine waits inside the kernels."""
@@ -261,6 +270,10 @@ class _Staging:
         """
         if met == self._different:
             yield from self._calls.difference(call)
+        if met == self._exchange.UNREADABLE:
+            raise WorldAborted(
+                call.operation, expected="the memory of the node's other ranks", got="an error of process_vm_readv(2)"
+            )
         yield [self._calls.arrival]
 
     def _meet(self, call: Call) -> Steps:
@@ -294,6 +307,30 @@ class _Staging:
             self._half = 1 - self._half  # not reached after mismatched calls
 
 
+def _direct_of(calls: InMemory) -> np.ndarray:
+    """Return how each rank's data are read, see `shm_allreduce.announce`; all ranks of the node call it together.
+
+    The kernel may refuse to read the memory of other processes (Yama, containers). Then all data are staged.
+    """
+    memory, exchange = calls.memory, calls.exchange
+    direct = memory.alloc((memory.size, 2), np.int64)
+    marks = np.arange(memory.size)[:, None] * 7 + np.arange(_MARK_NBYTES)
+    mark = marks[memory.rank].astype(np.uint8)
+    direct[memory.rank] = os.getpid(), mark.ctypes.data
+    calls.agree(_MEET)
+    read = np.empty_like(mark)
+    is_readable = all(
+        exchange.read_memory(pid, address, read) and bool((read == marks[rank] % 256).all())
+        for rank, (pid, address) in enumerate(direct.tolist())
+    )
+    calls.agree(_MEET)
+    direct[memory.rank, 1] = is_readable
+    calls.agree(_MEET)
+    made = direct.copy()
+    made[:, 1] = STAGED_NBYTES if direct[:, 1].all() else np.iinfo(np.int64).max
+    return made
+
+
 def allreduce(x: np.ndarray, op: Reduction, world: World, call: Call) -> None:
     """Reduce ``x``, shape ``(count,)``, in place over the ranks of a single node.
 
@@ -316,14 +353,13 @@ def bound_reduce(x: np.ndarray, op: Reduction, root: int, world: World, call: Ca
 
 def bound_broadcast(x: np.ndarray, root: int, world: World, call: Call) -> BoundExchange | None:
     """Return the exchange that is a `broadcast` of arrays like ``x``."""
-    staging = _staging_of(world)
-    return staging.bound(staging.shares(0, x.nbytes if world.rank == root else 0, call))
+    return _staging_of(world).bound(_broadcasting(x, root, world, call))
 
 
 def bound_allgather(out: np.ndarray, world: World, call: Call) -> BoundExchange | None:
-    """Return the exchange that is an `allgather` of arrays like ``out``."""
-    staging = _staging_of(world)
-    return staging.bound(staging.shares(*_own_bytes(out, world), call))
+    """Return the exchange that is an `allgather` into arrays like ``out``, of a shard that need not be in its place."""
+    ends = _limits(out, world)
+    return _staging_of(world).bound(_staging_of(world).moves(allgather_layout(ends, world.rank), call))
 
 
 def allreduce_steps(x: np.ndarray, op: Reduction, world: World, call: Call) -> Steps:
@@ -353,24 +389,37 @@ def reduce(x: np.ndarray, op: Reduction, root: int, world: World, call: Call) ->
 
 def broadcast(x: np.ndarray, root: int, world: World, call: Call) -> None:
     """Overwrite ``x``, shape ``(count,)``, on all ranks with the values of ``root``."""
-    nbytes = x.nbytes if world.rank == root else 0
-    _staging_of(world).share_now(_bytes_of(x), 0, nbytes, call)
+    _staging_of(world).run_now(_broadcasting(x, root, world, call), _bytes_of(x), call)
 
 
 def allgather(out: np.ndarray, world: World, call: Call) -> None:
     """Complete ``out``, shape ``(count,)``, in which every rank has written its shard."""
-    _staging_of(world).share_now(_bytes_of(out), *_own_bytes(out, world), call)
+    _staging_of(world).run_now(_allgathering(out, world, call), _bytes_of(out), call)
 
 
 def broadcast_steps(x: np.ndarray, root: int, world: World, call: Call) -> Steps:
     """Return `broadcast` as a machine."""
-    nbytes = x.nbytes if world.rank == root else 0
-    return _staging_of(world).share(_bytes_of(x), 0, nbytes, call)
+    return _staging_of(world).run(_broadcasting(x, root, world, call), _bytes_of(x), call)
 
 
 def allgather_steps(out: np.ndarray, world: World, call: Call) -> Steps:
     """Return `allgather` as a machine."""
-    return _staging_of(world).share(_bytes_of(out), *_own_bytes(out, world), call)
+    return _staging_of(world).run(_allgathering(out, world, call), _bytes_of(out), call)
+
+
+def _broadcasting(x: np.ndarray, root: int, world: World, call: Call) -> Exchange:
+    """Return the kernel that broadcasts arrays like ``x``, given as bytes."""
+    move = _staging_of(world).moves(broadcast_layout(x.nbytes, world.size, world.rank, root), call)
+    nothing = np.empty(0, np.uint8)
+    return (lambda x: move(x, nothing)) if world.rank == root else (lambda x: move(nothing, x))
+
+
+def _allgathering(out: np.ndarray, world: World, call: Call) -> Exchange:
+    """Return the kernel that completes arrays like ``out``, given as bytes."""
+    ends = _limits(out, world)
+    move = _staging_of(world).moves(allgather_layout(ends, world.rank), call)
+    first, last = ends[world.rank], ends[world.rank + 1]
+    return lambda x: move(x[first:last], x)
 
 
 def reduce_steps(x: np.ndarray, op: Reduction, root: int, world: World, call: Call) -> Steps:
@@ -397,9 +446,8 @@ def bound_exchange(
     return _staging_of(world).bound_exchange(counts, known, layout, call)
 
 
-def _own_bytes(out: np.ndarray, world: World) -> tuple[int, int]:
-    n, rank, nbytes = world.size, world.rank, out.itemsize
-    return out.size * rank // n * nbytes, out.size * (rank + 1) // n * nbytes
+def _limits(out: np.ndarray, world: World) -> list[int]:
+    return [end * out.itemsize for end in bounds(out.size, world.size)]
 
 
 def _bytes_of(x: np.ndarray) -> np.ndarray:

@@ -31,7 +31,7 @@ from .staging import (
     ranks_of,
 )
 
-SHORT_NBYTES = 64 << 10
+SHORT_NBYTES = 8 << 10
 """The longest data that the message with the shape carries: they are copied, but need no second message."""
 
 _TAG_BITS = OPERATION_BITS + 5
@@ -63,30 +63,37 @@ def send(x: Array, dest: int, tag: int = 0, world: World | None = None) -> None:
         ConfigError: the tag is not valid.
     """
     world = ranks_of(world)
-    ProgressEngine.of(world).run(*_sending(x, dest, tag, world))
+    requests, dest = _sent(x, dest, tag, world)
+    if not all(request.test() for request in requests):
+        ProgressEngine.of(world).run(f"send to rank {dest}", _when_complete(requests), x, [dest])
 
 
 @accepts_tensors
 def isend(x: Array, dest: int, tag: int = 0, world: World | None = None) -> Operation[None]:
     """Start a `send`, with the same arguments and errors; ``x`` may not change before the end."""
     world = ranks_of(world)
-    return ProgressEngine.of(world).start(*_sending(x, dest, tag, world))
+    requests, dest = _sent(x, dest, tag, world)
+    return ProgressEngine.of(world).start(f"send to rank {dest}", _when_complete(requests), x, [dest])
 
 
-def _sending(x: Array, dest: int, tag: int, world: World) -> tuple[str, StepsTo[None], Array, list[int]]:
-    dest, tag = checked_root("send", dest, world, "dest"), _checked_tag("send", tag)
+def _sent(x: Array, dest: int, tag: int, world: World) -> tuple[list[Request], int]:
+    """Start the messages with ``x``; return their requests, which keep the sent memory alive, and the receiver."""
+    dest, tag, comm = checked_root("send", dest, world, "dest"), _checked_tag("send", tag), world.comm
     host = movable("send", x)
     follows = host.nbytes > SHORT_NBYTES
-    kind = kind_number(kind_of_call())
-    words = np.array([ord(host.dtype.char), kind, host.ndim, follows, *host.shape], np.int64)
-    message = np.concatenate([bytes_of(words), bytes_of(host)]) if not follows else bytes_of(words)
+    words = (ord(host.dtype.char), kind_number(kind_of_call()), host.ndim, follows, *host.shape)
+    nbytes = _WORD * len(words)
+    message = np.empty(nbytes + (0 if follows else host.nbytes), np.uint8)
+    message[:nbytes].view(np.int64)[:] = words
+    if follows:
+        data = comm.isend(bytes_of(host), dest, _tag(comm, tag, 1))
+        return [data, comm.isend_whole(message, dest, _tag(comm, tag, 0))], dest
+    message[nbytes:] = bytes_of(host)
+    return [comm.isend_whole(message, dest, _tag(comm, tag, 0))], dest
 
-    def steps() -> StepsTo[None]:
-        comm = world.comm
-        data = [comm.isend(bytes_of(host), dest, _tag(comm, tag, 1))] if follows else []
-        yield [*data, comm.isend_whole(message, dest, _tag(comm, tag, 0))]
 
-    return f"send to rank {dest}", steps(), x, [dest]
+def _when_complete(requests: list[Request]) -> StepsTo[None]:
+    yield requests
 
 
 @accepts_tensors
@@ -165,9 +172,11 @@ def sendrecv(
     Raises:
         HpcdpError: as `send` and `recv`.
     """
-    sent = isend(x, dest, tag, world)
+    world = ranks_of(world)
+    requests, dest = _sent(x, dest, tag, world)
     received = recv(out, source, tag, world)
-    sent.wait()
+    if not all(request.test() for request in requests):
+        ProgressEngine.of(world).run(f"send to rank {dest}", _when_complete(requests), x, [dest])
     return received
 
 

@@ -40,11 +40,19 @@ _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _FUTEX_CALL = {"x86_64": 202, "aarch64": 98, "ppc64le": 221, "riscv64": 98}.get(platform.machine(), -1)
 _IS_X86 = platform.machine() == "x86_64"
 
+_READ_CALL = {"x86_64": 310, "aarch64": 270, "ppc64le": 351, "riscv64": 270}.get(platform.machine(), -1)
+"""The number of process_vm_readv(2), with which a rank reads the private memory of another one."""
+
 _counters_t = types.Array(types.int32, 1, "C")
 _syscall = types.ExternalFunction(
     "syscall",
     types.int64(types.int64, types.voidptr, types.int64, types.int64, types.voidptr),
 )
+_read_call = types.ExternalFunction(
+    "syscall",
+    types.int64(types.int64, types.int64, types.voidptr, types.int64, types.voidptr, types.int64, types.int64),
+)
+_memcpy = types.ExternalFunction("memcpy", types.voidptr(types.voidptr, types.voidptr, types.intp))
 _sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
 
@@ -161,9 +169,9 @@ def wait_all(counters: np.ndarray, n: int, target: int, spins: int, timeout_ns: 
     return True
 
 
-NOT_YET, DONE, DIFFERENT, CHANGED = 0, 1, 2, 3
-"""Return values of an exchange: a peer was late (repeat the call to resume), done, mismatched calls, or other counts
-than expected.
+NOT_YET, DONE, DIFFERENT, CHANGED, UNREADABLE = range(5)
+"""Return values of an exchange: a peer was late (repeat the call to resume), done, mismatched calls, other counts than
+expected, or memory of another rank that cannot be read.
 """
 
 ME, SPINS, SLEEP_NS, PHASE, SEQUENCE, HALF, POSITION = range(7)
@@ -179,6 +187,7 @@ DTYPES = (np.dtype("float32"), np.dtype("float64"), np.dtype("int64"))
 """Dtypes for which the sums are called."""
 
 _BLOCK = 2048
+_PIECE_NBYTES = 1024
 
 
 def state_of(rank: int, patience: np.ndarray) -> np.ndarray:
@@ -195,6 +204,13 @@ _state_t = types.Array(types.int64, 1, "C")
 def _copy(out, x):  # type: ignore[no-untyped-def]
     for i in range(out.size):  # the error messages of a slice assignment would compile for three seconds
         out[i] = x[i]
+
+
+@njit(inline="always")
+def _copy_bytes(out, x):  # type: ignore[no-untyped-def]
+    # In pieces, because libc copies longer ones by instructions that are slow for lines in the cache of another core.
+    for first in range(0, x.size, _PIECE_NBYTES):
+        _memcpy(_address(out, first), _address(x, first), min(_PIECE_NBYTES, x.size - first))
 
 
 @njit(inline="always")
@@ -367,87 +383,94 @@ def sum_by_owners(staging, counters, state, kind, prescale, divisor, factor, x):
 
 
 @kernel()
-def share(first, last, staging, counters, n, state, kind, x):  # type: ignore[no-untyped-def]
-    """Gather an array on all ranks: each stages its own shard, waits for all and copies the others'.
-
-    Args:
-        first: first element of this rank's shard.
-        last: end of this rank's shard.
-        staging: shape ``(2, chunk)``, uint8, shared.
-        counters: as for `meet`.
-        n: as for `meet`.
-        state: as for `meet`.
-        kind: as for `meet`.
-        x: shape ``(nbytes,)``, uint8, contiguous; consists of the ranks' shards, of which this rank has written its
-            own.
-
-    Returns:
-        `NOT_YET`, `DONE` or `DIFFERENT`.
-    """
-    chunk = staging.shape[1]
-    while True:
-        start = state[POSITION]
-        count = min(chunk, x.size - start)
-        lo, hi = min(max(first - start, 0), count), min(max(last - start, 0), count)
-        piece, half = x[start : start + count], staging[state[HALF], :count]
-        if state[PHASE] == 0:
-            _copy(half[lo:hi], piece[lo:hi])
-            _arrive(counters, state, kind)
-        met = _all_arrived(counters, n, state, kind)
-        if met != DONE:
-            return met
-        _copy(piece[:lo], half[:lo])
-        _copy(piece[hi:], half[hi:])
-        _finish_chunk(state, start + count)
-        if state[POSITION] >= x.size:
-            state[POSITION] = 0
-            return DONE
+def read_memory(pid, address, out):  # type: ignore[no-untyped-def]
+    """Read ``out.size`` bytes of the memory of a process into ``out``, shape ``(nbytes,)``, uint8; return success."""
+    if _READ_CALL < 0:
+        return False
+    here, there = np.empty(2, np.int64), np.empty(2, np.int64)
+    done = np.int64(0)
+    while done < out.size:
+        here[0], here[1] = np.int64(out.ctypes.data) + done, out.size - done
+        there[0], there[1] = address + done, out.size - done
+        count = _read_call(_READ_CALL, pid, _address(here, 0), 1, _address(there, 0), 1, 0)
+        if count <= 0:
+            return False
+        done += count
+    return True
 
 
 @njit(inline="always")
-def _announce(counts, board, staging, counters, state, kind, sent):  # type: ignore[no-untyped-def]
+def _announce(counts, board, direct, staging, counters, state, kind, sent):  # type: ignore[no-untyped-def]
     if state[PHASE] == 0:
-        _copy(board[state[HALF], state[ME], : counts.size], counts)
-        mine = sent[: staging.shape[2]]
-        _copy(staging[state[HALF], state[ME], : mine.size], mine)
+        half, me = state[HALF], state[ME]
+        _copy(board[half, me, : counts.size], counts)
+        is_direct = sent.size > direct[me, 1]
+        board[half, me, board.shape[2] - 1] = sent.ctypes.data if is_direct else 0
+        if not is_direct:
+            mine = sent[: staging.shape[2]]
+            _copy_bytes(staging[half, me, : mine.size], mine)
         _arrive(counters, state, kind)
     return _all_arrived(counters, staging.shape[1], state, kind)
 
 
 @njit(inline="always")
-def _move(firsts, ends, longest, staging, counters, state, kind, sent, received):  # type: ignore[no-untyped-def]
+def _move(firsts, ends, longest, board, direct, staging, counters, state, kind, sent, received):  # type: ignore[no-untyped-def]
     n, chunk, me = staging.shape[1], staging.shape[2], state[ME]
     while True:
         start = state[POSITION]
         half = staging[state[HALF]]
+        addresses = board[state[HALF], :, board.shape[2] - 1]
         if state[PHASE] == 0:
             mine = sent[start : start + chunk]
-            _copy(half[me, : mine.size], mine)
+            _copy_bytes(half[me, : mine.size], mine)
             _arrive(counters, state, kind)
         met = _all_arrived(counters, n, state, kind)
         if met != DONE:
             return met
-        for distance in range(n):
-            rank = (me + distance) % n  # ranks read from different neighbours at a time
-            first = firsts[rank]
-            lo, hi = max(first, start), min(first + ends[rank + 1] - ends[rank], start + chunk)
-            if lo < hi:
-                begin = ends[rank] + lo - first
-                block = sent[lo:hi] if rank == me else half[rank, lo - start : hi - start]
-                _copy(received[begin : begin + hi - lo], block)
+        any_direct = False
+        if start == 0:
+            for rank in range(n):
+                any_direct |= addresses[rank] != 0
+        if state[PHASE] == 1:
+            for distance in range(n):
+                rank = (me + distance) % n  # ranks read from different neighbours at a time
+                first, begin = firsts[rank], ends[rank]
+                size = ends[rank + 1] - begin
+                if any_direct and addresses[rank] != 0 and rank != me:
+                    if size > 0 and not read_memory(
+                        direct[rank, 0], addresses[rank] + first, received[begin : begin + size]
+                    ):
+                        return UNREADABLE
+                    continue
+                lo, hi = max(first, start), min(first + size, start + chunk)
+                if any_direct and rank == me:
+                    hi = first + size
+                if lo < hi:
+                    place = received[begin + lo - first : begin + hi - first]
+                    block = sent[lo:hi] if rank == me else half[rank, lo - start : hi - start]
+                    if place.ctypes.data != block.ctypes.data:
+                        _copy_bytes(place, block)
+            if any_direct:  # ranks may change their data when all have read them
+                _arrive(counters, state, kind)
+        if state[PHASE] == 2:
+            met = _all_arrived(counters, n, state, kind)
+            if met != DONE:
+                return met
         _finish_chunk(state, start + chunk)
-        if state[POSITION] >= longest:
+        if state[POSITION] >= longest or any_direct:
             state[POSITION] = 0
             return DONE
 
 
 @kernel()
-def announce(counts, board, staging, counters, state, kind, sent):  # type: ignore[no-untyped-def]
-    """Begin an `exchange`: gather the counts of all ranks, and stage the first data.
+def announce(counts, board, direct, staging, counters, state, kind, sent):  # type: ignore[no-untyped-def]
+    """Begin an `exchange`: gather the counts of all ranks, and stage the first data, or tell where longer ones are.
 
     Args:
         counts: shape ``(k,)``, int64; this rank's.
-        board: shape ``(2, n, most)``, int64, shared; gets the counts of all ranks.
+        board: shape ``(2, n, most)``, int64, shared; gets the counts of all ranks, and last the addresses of data.
+        direct: shape ``(n, 2)``, int64: the number of each rank's process, and the longest data that are staged; others
+            read longer ones in the memory of the process.
         staging: shape ``(2, n, chunk)``, uint8, shared.
         counters: as for `meet`.
         state: as for `meet`.
@@ -457,7 +480,7 @@ def announce(counts, board, staging, counters, state, kind, sent):  # type: igno
     Returns:
         `NOT_YET`, `DONE` or `DIFFERENT`; if done, the ranks call `exchange` next, or `leave` if any cannot.
     """
-    return _announce(counts, board, staging, counters, state, kind, sent)
+    return _announce(counts, board, direct, staging, counters, state, kind, sent)
 
 
 @kernel()
@@ -468,13 +491,15 @@ def leave(state):  # type: ignore[no-untyped-def]
 
 
 @kernel()
-def exchange(firsts, ends, longest, staging, counters, state, kind, sent, received):  # type: ignore[no-untyped-def]
-    """Move a block of bytes from every rank to every rank, after `announce`, in pieces of the staging buffer's length.
+def exchange(firsts, ends, longest, board, direct, staging, counters, state, kind, sent, received):  # type: ignore[no-untyped-def]
+    """Move a block of bytes from every rank to every rank, after `announce`.
 
     Args:
         firsts: shape ``(n,)``, int64; the position in each rank's data at which its block for this rank begins.
         ends: shape ``(n + 1,)``, int64; the limits of the blocks in ``received``.
         longest: the largest ``sent.size`` of any rank.
+        board: as for `announce`.
+        direct: as for `announce`.
         staging: as for `announce`.
         counters: as for `announce`.
         state: as for `announce`.
@@ -483,21 +508,21 @@ def exchange(firsts, ends, longest, staging, counters, state, kind, sent, receiv
         received: shape ``(ends[n],)``, uint8, contiguous; gets the blocks for this rank in the order of the senders.
 
     Returns:
-        `NOT_YET`, `DONE` or `DIFFERENT`.
+        `NOT_YET`, `DONE`, `DIFFERENT` or `UNREADABLE`.
     """
-    return _move(firsts, ends, longest, staging, counters, state, kind, sent, received)
+    return _move(firsts, ends, longest, board, direct, staging, counters, state, kind, sent, received)
 
 
 @kernel()
-def exchange_again(counts, known, firsts, ends, longest, board, staging, counters, state, kind, sent, received):  # type: ignore[no-untyped-def]
+def exchange_again(counts, known, firsts, ends, longest, board, direct, staging, counters, state, kind, sent, received):  # type: ignore[no-untyped-def]
     """Run `announce` and `exchange` if the counts of all ranks are ``known``, shape ``(n, k)``, int64.
 
     Returns:
-        `NOT_YET`, `DONE` or `DIFFERENT`; `CHANGED` if some rank has announced other counts: then `announce` has been
-            run.
+        `NOT_YET`, `DONE`, `DIFFERENT` or `UNREADABLE`; `CHANGED` if some rank has announced other counts: then
+            `announce` has been run.
     """
-    if state[POSITION] == 0:
-        met = _announce(counts, board, staging, counters, state, kind, sent)
+    if state[POSITION] == 0 and state[PHASE] < 2:
+        met = _announce(counts, board, direct, staging, counters, state, kind, sent)
         if met != DONE:
             return met
         announced = board[state[HALF]]
@@ -505,7 +530,7 @@ def exchange_again(counts, known, firsts, ends, longest, board, staging, counter
             for i in range(known.shape[1]):
                 if announced[rank, i] != known[rank, i]:
                     return CHANGED
-    return _move(firsts, ends, longest, staging, counters, state, kind, sent, received)
+    return _move(firsts, ends, longest, board, direct, staging, counters, state, kind, sent, received)
 
 
 MIXED, SUMMED = 2, 3

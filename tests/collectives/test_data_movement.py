@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hpcdp
-from hpcdp.collectives import blocks
+from hpcdp.collectives import blocks, intra_node
 from hpcdp.comm import thread_comm
 from hpcdp.comm.tasks import run_until_complete
 from hpcdp.errors import MismatchError, UnsupportedError
@@ -466,3 +466,28 @@ def test_an_alltoall_over_nodes_tells_a_rank_no_more_than_it_needs():
     # Inside the node a block and those to pass on to 3 nodes, across a message of 2 numbers for each node. Calls are
     # compared in 3 messages of 16 bytes and a number.
     assert thread_comm.run(8, rank, [2, 2, 2, 2]) == [[[2 + 3, 8 + 3 * 8 + 3 * 16], [3, 3 * 24]]] * 8
+
+
+@pytest.mark.parametrize("can_read", [True, False])
+def test_long_data_are_read_in_place_or_staged_in_pieces(can_read, monkeypatch):
+    monkeypatch.setattr(intra_node, "CHUNK_NBYTES", 1 << 14)
+    if not can_read:  # as where the kernel refuses to read the memory of other processes
+        monkeypatch.setattr(intra_node, "STAGED_NBYTES", 1 << 40)
+
+    def rank(world):
+        n, me = world.size, world.rank
+        for number in range(3):
+            x = np.arange(30_001) + 7 * me + number
+            wanted = np.concatenate([np.arange(30_001) + 7 * other + number for other in range(n)])
+            out = np.empty(n * 30_001, int)
+            assert (hpcdp.allgather(x, world, out=out) == wanted).all()
+            started = hpcdp.iallgather(x, world)
+            assert (hpcdp.broadcast(x.copy(), n - 1, world) == wanted[-30_001:]).all()
+            assert (started.wait() == wanted).all()
+            rows = hpcdp.scatter(wanted if me == 0 else None, 0, world, [30_001] * n)
+            assert (rows == x).all()
+            parts = [np.full((me + other) % 3 * 5000, other + number) for other in range(n)]
+            received, counts = hpcdp.alltoall(np.concatenate(parts), [len(part) for part in parts], world)
+            assert (received == me + number).all() and counts.sum() == len(received)
+
+    thread_comm.run(3, rank)
