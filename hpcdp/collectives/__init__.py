@@ -10,10 +10,9 @@ Public functions:
 - `registry`: the algorithms of each collective, and the choice between them.
 - `cost_model`: predicted times, and measured links.
 
-One algorithm a file:
+The algorithms:
 
-- `naive`: every rank sends everything to every rank; the specification.
-- `mpi_native`: the MPI library's own.
+- `baselines`: every rank sends everything to every rank, the specification; and the MPI library's own.
 - `intra_node`: the ranks of a node read each other's memory.
 - `ring`: around one ring, or several at once.
 - `halving_doubling`: pairs at growing distances exchange halves, quarters, ..., or the whole array.

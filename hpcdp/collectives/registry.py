@@ -29,7 +29,7 @@ from ..comm.tasks import ProgressEngine, run_until_complete
 from ..core.checks import choices, nearest
 from ..core.files import own_part_of, replaced
 from ..errors import ConfigError, HpcdpError, UnsupportedError, reason, to_stderr
-from . import cost_model, halving_doubling, hierarchical, intra_node, mpi_native, naive, ring, tree
+from . import baselines, cost_model, halving_doubling, hierarchical, intra_node, ring, tree
 from .cost_model import ETHERNET, FABRIC, Link, MachineModel, Topology, assumed
 
 
@@ -37,8 +37,8 @@ from .cost_model import ETHERNET, FABRIC, Link, MachineModel, Topology, assumed
 class Algorithm:
     """An implementation of a collective.
 
-    Each function takes the collective's arguments (see `naive`), then the world; ``steps`` also takes a tag. A function
-    that compares calls itself takes the `Call` instead of a tag.
+    Each function takes the collective's arguments (see `baselines`), then the world; ``steps`` also takes a tag. A
+    function that compares calls itself takes the `Call` instead of a tag.
     """
 
     name: str
@@ -145,8 +145,8 @@ def _by_name(*algorithms: Algorithm) -> dict[str, Algorithm]:
 
 ALGORITHMS: dict[str, dict[str, Algorithm]] = {
     "allreduce": _by_name(
-        _flat("reference", naive.allreduce),
-        Algorithm("native", mpi_native.allreduce_steps, mpi_native.allreduce, any_monoid=False),
+        _flat("reference", baselines.reference_allreduce),
+        Algorithm("native", baselines.native_allreduce_steps, baselines.native_allreduce, any_monoid=False),
         _shared(
             intra_node.allreduce,
             intra_node.allreduce_steps,
@@ -167,8 +167,8 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
         Algorithm("hierarchical", hierarchical.allreduce, prepare=hierarchical.prepare),
     ),
     "reduce_scatter": _by_name(
-        _flat("reference", naive.reduce_scatter),
-        Algorithm("native", None, mpi_native.reduce_scatter, any_monoid=False),
+        _flat("reference", baselines.reference_reduce_scatter),
+        Algorithm("native", None, baselines.native_reduce_scatter, any_monoid=False),
         _shared(
             intra_node.reduce_scatter,
             intra_node.reduce_scatter_steps,
@@ -179,20 +179,20 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
         _flat("halving_doubling", halving_doubling.reduce_scatter),
     ),
     "allgather": _by_name(
-        _flat("reference", naive.allgather),
-        Algorithm("native", None, mpi_native.allgather),
+        _flat("reference", baselines.reference_allgather),
+        Algorithm("native", None, baselines.native_allgather),
         _shared(intra_node.allgather, intra_node.allgather_steps, bind=intra_node.bound_allgather),
         _flat("ring", ring.allgather),
     ),
     "broadcast": _by_name(
-        _flat("reference", naive.broadcast),
-        Algorithm("native", None, mpi_native.broadcast),
+        _flat("reference", baselines.reference_broadcast),
+        Algorithm("native", None, baselines.native_broadcast),
         _shared(intra_node.broadcast, intra_node.broadcast_steps, bind=intra_node.bound_broadcast),
         _flat("tree", tree.broadcast),
     ),
     "reduce": _by_name(
-        _flat("reference", naive.reduce),
-        Algorithm("native", None, mpi_native.reduce, spares_input=True, any_monoid=False),
+        _flat("reference", baselines.reference_reduce),
+        Algorithm("native", None, baselines.native_reduce, spares_input=True, any_monoid=False),
         _shared(intra_node.reduce, intra_node.reduce_steps, any_monoid=False, bind=intra_node.bound_reduce),
         _flat("tree", tree.reduce),
     ),
