@@ -334,6 +334,8 @@ BLOCKS = ("allgatherv", "alltoall", "gather", "scatter")
 COLLECTIVES = ("allreduce", "iallreduce", "reduce_scatter", "allgather", "broadcast", "reduce", *BLOCKS)
 PAIRS = ("latency", "pt2pt", "bandwidth", "bibandwidth", "multi_pair")
 BENCHMARKS = (*PAIRS, *COLLECTIVES)
+OSU_NAMES = {"bw": "bandwidth", "bibw": "bibandwidth", "mbw_mr": "multi_pair", "bcast": "broadcast"}
+"""OSU's names of benchmarks, where they differ; they are taken too."""
 REDUCING = ("allreduce", "iallreduce", "reduce_scatter", "reduce")
 STYLES = ("osu", "nccl")
 
@@ -344,7 +346,7 @@ _DTYPES = ("float32", "float64", "float16", "bfloat16", *_INTEGERS)
 _EPILOG = """\
 benchmarks:
   between two ranks       latency, bandwidth, bibandwidth; pt2pt: send, recv
-  pairs (i, i + n/2)      multi_pair
+  pairs (i, i + n/2)      multi_pair, OSU's mbw_mr
   collectives             allreduce, iallreduce, reduce_scatter, allgather,
                           broadcast, reduce, allgatherv, alltoall, gather,
                           scatter
@@ -450,6 +452,7 @@ def parse(argv: Sequence[str]) -> Settings:
         ConfigError: an option is invalid.
     """
     given = parser().parse_args(argv)
+    given.benchmark = OSU_NAMES.get(given.benchmark.removeprefix("osu_"), given.benchmark.removeprefix("osu_"))
     check_name("benchmark", given.benchmark, BENCHMARKS)
     check_name("style", given.style, STYLES)
     check_name("device", given.device, ("cpu",))

@@ -72,6 +72,13 @@ OSU_TITLES = {
 }
 
 
+@pytest.mark.parametrize(
+    ("name", "known_as"), [("mbw_mr", "multi_pair"), ("osu_bw", "bandwidth"), ("bcast", "broadcast")]
+)
+def test_names_of_osu_are_taken(name: str, known_as: str) -> None:
+    assert command.parse([name, "-m", "8"]).benchmark == known_as
+
+
 @pytest.mark.parametrize("given", [[], ["-c"]])
 @pytest.mark.parametrize("name", OSU_COLUMNS)
 def test_osu_columns(name: str, given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
