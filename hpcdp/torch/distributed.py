@@ -100,9 +100,9 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         overlap: reduce buckets while backward runs. None: on several nodes.
         compression: the compression of gradients between nodes, as in `hpcdp.Trainer`; see `register_comm_hook`.
         of_torchs: arguments of torch's wrapper. Those that only ask for what this one does anyway are taken:
-            ``device_ids`` and ``output_device`` of the module's own device, ``gradient_as_bucket_view``,
-            ``static_graph``, which allows unused parameters as in torch, and defaults. Others raise an error with the
-            alternative.
+            ``device_ids`` and ``output_device`` of the module's own device, ``process_group`` if it is the default
+            group of the same ranks, ``gradient_as_bucket_view``, ``static_graph``, which allows unused parameters as
+            in torch, and defaults. Others raise an error with the alternative.
 
     It is a subclass of torch's wrapper, because libraries ask for that to find the module inside, and `no_sync`. It
     shares none of that wrapper's state, so its private methods do not work. Names in the module's
@@ -165,10 +165,10 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self.device = next(tensor for _, tensor in params if tensor.requires_grad).device
         self.gpu = _one_device(trained)
         """GPU of the module; None on the host."""
-        _refuse(of_torchs, self.device)
+        self.world = init() if world is None else world
+        _refuse(of_torchs, self.device, self.world)
         settings = Compression.of(compression)
         self.module = module
-        self.world = init() if world is None else world
         self.owner = owner
         self.forward_sync_buffers = broadcast_buffers
         self._held_before = _places(module)
@@ -536,7 +536,7 @@ def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-def _refuse(of_torchs: Mapping[str, object], device: torch.device) -> None:
+def _refuse(of_torchs: Mapping[str, object], device: torch.device, world: World) -> None:
     """Raise `ConfigError` for an argument of torch's wrapper that asks for what this one does not do."""
     for name, value in of_torchs.items():
         if name not in _OF_TORCHS:
@@ -547,11 +547,22 @@ def _refuse(of_torchs: Mapping[str, object], device: torch.device) -> None:
             continue
         if name == "output_device" and _is_at(device, value):
             continue
+        if name == "process_group" and _is_everyone(value, world):
+            continue
         if not isinstance(value, int | None) or value not in taken:
             expected = f"{' or '.join(map(repr, taken))}, as by default"
             if name in ("device_ids", "output_device"):
                 expected = f"None, or the module's device, {device}"
             raise ConfigError("DistributedDataParallel", where=name, expected=expected, got=repr(value), remedy=remedy)
+
+
+def _is_everyone(group: object, world: World) -> bool:
+    """Return whether ``group`` is the default group of ``torch.distributed``, over the ranks of ``world``."""
+    distributed = torch.distributed
+    if group is None or not distributed.is_available() or not distributed.is_initialized():
+        return False
+    same = (distributed.get_rank(), distributed.get_world_size()) == (world.rank, world.size)
+    return group is distributed.group.WORLD and same
 
 
 def _is_at(device: torch.device, place: Any) -> bool:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hpcdp.torch
+from hpcdp.errors import ConfigError
 
 
 class Net(nn.Module):
@@ -256,6 +257,15 @@ def test_gradients_are_those_of_torchs_ddp(world, case, overlap):
     require_alike(
         case(wrapping(world, overlap=overlap), world.rank), case(nn.parallel.DistributedDataParallel, world.rank)
     )
+
+
+def test_the_default_group_is_taken_and_others_are_refused(world):
+    everyone = torch.distributed.group.WORLD
+    model = wrapping(world)(Net(), process_group=everyone)
+    assert model.process_group is everyone
+    pair = torch.distributed.new_group([0, 1])
+    with pytest.raises(ConfigError, match="process_group"):
+        wrapping(world)(Net(), process_group=pair)
 
 
 @pytest.mark.parametrize("retained", [False, True])
