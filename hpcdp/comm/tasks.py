@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 from ..core.arrays import Array
+from ..engine.engine import ADVANCED
 from ..errors import UnsupportedError
 from .communicator import LANE_BITS, OPERATION_BITS, Request, Steps, StepsTo, make_tag, split, wait_for
 from .consistency import Call, Calls
@@ -135,10 +136,12 @@ class Operation(Generic[T]):
 class RunningTask:
     """An algorithm and the requests that it waits for."""
 
-    __slots__ = ("_steps", "_waiting")
+    __slots__ = ("_steps", "_waiting", "stages")
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
+        self.stages = 0
+        """The number of stages that have begun."""
         self._waiting: list[Request] = []
 
     def advance(self) -> bool:
@@ -153,6 +156,7 @@ class RunningTask:
                     return self._fail(error)
                 waiting.pop()
             stage = next(self._steps, None)
+            self.stages += 1
             if stage is None:
                 return True
             waiting.extend(stage)
@@ -380,16 +384,25 @@ class ProgressEngine:
         # A task that held the world would keep it alive until the lane has run it.
         world.engine.push(list if device is None else device.use, lane=_LANE, name=_LANE)
 
-    def _poll(self) -> bool:
-        """Advance the operations of this world, on the lane; return whether some are in progress."""
+    def _poll(self) -> object:
+        """Advance the operations of this world, on the lane; return whether some are in progress, or `ADVANCED`."""
         if not self._turn.acquire(blocking=False):
             return True
+        memory = self.calls.memory
         try:
+            began = self._stages()
+            if memory is not None:
+                memory.wait_shortly(True)  # in the kernels, without the GIL
             self._is_polled = not self.active.test()
-            return self._is_polled
+            return self._is_polled and (began == self._stages() or ADVANCED)
         finally:
+            if memory is not None:
+                memory.wait_shortly(False)
             self._turn.release()
             self._call_back()
+
+    def _stages(self) -> int:
+        return sum(task.stages for task in self.active.running)
 
     def _go_on(self) -> bool:
         """Advance every algorithm, also of other worlds; return whether all of this world's have ended."""

@@ -135,11 +135,11 @@ def device_of(place: int) -> Device:
 T = TypeVar("T")
 
 
-def weakly(method: Callable[[], bool]) -> Callable[[], bool]:
+def weakly(method: Callable[[], object]) -> Callable[[], object]:
     """Return a function that calls a bound method while its object lives, and then returns False."""
     weak = WeakMethod(method)
 
-    def call() -> bool:
+    def call() -> object:
         living = weak()
         return living is not None and living()
 

@@ -210,6 +210,9 @@ NAPS_S = (50e-6, 1e-3)
 """Seconds of the first and the longest nap between calls of a lane's ``idle``; each nap is twice as long as the last.
 """
 
+ADVANCED = "advanced"
+"""The answer of a lane's ``idle`` whose work has advanced: the next nap is the shortest."""
+
 Observer = Callable[[str, str, int, int], object]
 """``observer(name, lane, start_ns, end_ns)``, on the clock of `time.perf_counter_ns`."""
 
@@ -275,10 +278,11 @@ class Workers:
     def _doze(self, lane: Lane, bell: threading.Lock, nap_s: float) -> float:
         """Wait until the lane's bell is rung or a nap is over; return the length of the next nap."""
         pending = len(lane.deferred)
-        if lane.idle is None or not self._ask(lane, lane.idle):
+        answer = lane.idle is not None and self._ask(lane, lane.idle)
+        if not answer:
             bell.acquire()
             return NAPS_S[0]
-        if len(lane.deferred) < pending:
+        if len(lane.deferred) < pending or answer == ADVANCED:
             nap_s = NAPS_S[0]
         if not bell.acquire(timeout=nap_s):
             with self._schedule.lock:
@@ -288,10 +292,10 @@ class Workers:
                     bell.acquire()
         return min(2 * nap_s, NAPS_S[1])
 
-    def _ask(self, lane: Lane, idle: Callable[[], object]) -> bool:
-        """Call ``idle``; return whether it has work in progress."""
+    def _ask(self, lane: Lane, idle: Callable[[], object]) -> object:
+        """Call ``idle``; return its answer, true if it has work in progress."""
         try:
-            return bool(idle())
+            return idle()
         except BaseException as error:
             failure = Failure(error)
         deferred = tuple(lane.deferred)
@@ -458,9 +462,9 @@ class Engine:
             name: a name that no other lane of this engine has.
             threads: the number of tasks of the lane that may run at a time.
             idle: called on the lane's thread while none of its tasks can run. True means that work is in progress: it
-                is called again after a nap, which a push interrupts. Naps are 50 us after a task, or when a deferred
-                one has ended, then double up to 1 ms. An exception of ``idle`` becomes that of all unfinished deferred
-                tasks of the lane.
+                is called again after a nap, which a push interrupts. Naps are 50 us after a task, when a deferred one
+                has ended, or when ``idle`` returns `ADVANCED`; then they double up to 1 ms. An exception of ``idle``
+                becomes that of all unfinished deferred tasks of the lane.
 
         Raises:
             ConfigError: the name is taken, there is no thread, or ``idle`` has several.

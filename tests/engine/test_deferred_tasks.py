@@ -129,3 +129,21 @@ def test_a_deferred_task_ends_with_an_exception_or_nothing(engine):
     done(OSError("failed"))
     with pytest.raises(OSError, match="failed"):
         engine.wait_to_read(var)
+
+
+def test_naps_stay_short_while_the_work_advances(monkeypatch):
+    monkeypatch.setattr(engine_engine, "NAPS_S", (1e-3, 60.0))
+    asked = [0]
+
+    def idle():
+        asked[0] += 1
+        return asked[0] < 40 and engine_engine.ADVANCED
+
+    engine = Engine(lanes=())
+    engine.add_lane("communication", idle=idle)
+    engine.push(list, lane="communication")
+    deadline = time.monotonic() + 20  # doubled naps would take longer than the universe
+    while asked[0] < 40 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert asked[0] == 40
+    engine.shutdown()
