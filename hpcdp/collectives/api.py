@@ -240,7 +240,8 @@ class _Scatter:
                 self.plan = _planned(operation, x, op, algorithm, world, 0, *factors, f"splits {sizes}")
             in_place = sizes is None and type(x) is np.ndarray and x.flags.carray and type(out) is np.ndarray
             is_view = in_place and np.shares_memory(x, out)
-            self.work = host.reshape(-1) if is_view else np.array(host, order="C").reshape(-1)
+            is_spared = self.plan.bound is not None and host.flags.carray
+            self.work = host.reshape(-1) if is_view or is_spared else np.array(host, order="C").reshape(-1)
             self.result = self._shard = np.empty(ends[me + 1] - ends[me], host.dtype)
         elif algorithm == "auto" and n * max(sizes) > 2 * ends[n]:
             name = "iallreduce" if operation.startswith("i") else "allreduce"
@@ -496,12 +497,14 @@ class _Plan:
     has_run: bool = False
 
     def run(self, world: World, x: np.ndarray, *root: int, result: np.ndarray | None = None) -> None:
-        """Reduce ``x``, shape ``(count,)``, in place, or this rank's shard into ``result``."""
-        if self.bound is not None and self.bound(world, x):
-            if result is not None:
-                count, n, me = x.size, world.size, world.rank
-                result[...] = x[count * me // n : count * (me + 1) // n]
-            return
+        """Reduce ``x``, shape ``(count,)``, in place, or this rank's shard into ``result``.
+
+        With a ``result``, ``x`` is unchanged if `bound` is set.
+        """
+        if self.bound is not None:
+            if self.bound(world, x) if result is None else self.bound(world, x, result):
+                return
+            x = x if result is None else x.copy()
         if world.size == 1:
             self._of_one(x, result)
             return

@@ -155,6 +155,14 @@ class _Staging:
         """Return the exchange that reduces arrays like ``x`` by one kernel call; None if there is none."""
         return self.bound(self._sums_of(x, op, call))
 
+    def bound_shard(self, x: np.ndarray, op: Reduction, call: Call) -> BoundExchange | None:
+        """Return the exchange that sums this rank's shard of arrays like ``x``; None if there is none."""
+        staging = self._sums.get(x.dtype) if op.name in ("sum", "mean") else None
+        if staging is None:
+            return None
+        where = staging, self._counters, self._state, call.signature
+        return self.bound(partial(self._exchange.sum_to_owners, *where, *op.factors(self._memory.size)))
+
     def _run(self, exchange: Exchange, arrays: tuple[np.ndarray, ...], call: Call) -> None:
         """Run an exchange to its end, blocking."""
         self._calls.be_patient()
@@ -349,6 +357,11 @@ def bound_allreduce(x: np.ndarray, op: Reduction, world: World, call: Call) -> B
 def bound_reduce(x: np.ndarray, op: Reduction, root: int, world: World, call: Call) -> BoundExchange | None:
     """Return the exchange that is a `reduce` of arrays like ``x``, as `bound_allreduce`."""
     return _staging_of(world).bound_sum(x, op, call)
+
+
+def bound_reduce_scatter(x: np.ndarray, op: Reduction, world: World, call: Call) -> BoundExchange | None:
+    """Return the exchange ``kernel(x, out)`` that is a `reduce_scatter` of arrays like ``x``, which stay unchanged."""
+    return _staging_of(world).bound_shard(x, op, call)
 
 
 def bound_broadcast(x: np.ndarray, root: int, world: World, call: Call) -> BoundExchange | None:

@@ -41,8 +41,10 @@ _DTYPE, _KIND, _AXES, _FOLLOWS, _SHAPE = range(5)
 _WORD, _MOST_AXES = 8, 64
 _MOST_HEADER = _WORD * (_SHAPE + _MOST_AXES)
 """The longest message without data."""
-_SPINS, _YIELDS = 30, 2000
-"""Tests for a message before a blocking receive yields its core, and before it naps: some 30 us and a millisecond."""
+_SPINS, _YIELDS = 300, 2000
+"""Tests for a message before a blocking receive yields its core, if each rank has one, and before it naps: some 0.3 ms
+and a millisecond.
+"""
 
 
 @accepts_tensors
@@ -135,13 +137,14 @@ def _receiving(
     if out is not None:
         check_array("recv", "out", out)
         check_writeable("recv", "out", out)
+    spins = _SPINS if world.cores >= world.local_size else 0
     inbox = world.keep((_Inbox, tag), lambda: _Inbox(world.comm, tag))
 
     def steps() -> StepsTo[Any]:
         receive = inbox.post(out, source)  # in the first step, during which no other thread starts an operation
         try:
             if not inbox.has_for(receive):
-                yield [PolledRequest(lambda: inbox.has_for(receive), _YIELDS, _SPINS)]
+                yield [PolledRequest(lambda: inbox.has_for(receive), _YIELDS, spins)]
             assert receive.request is not None
             yield [receive.request]
             return receive.result(with_sender=source is None)

@@ -173,7 +173,7 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
             intra_node.reduce_scatter,
             intra_node.reduce_scatter_steps,
             any_monoid=False,
-            bind=intra_node.bound_allreduce,
+            bind=intra_node.bound_reduce_scatter,
         ),
         _flat("ring", ring.reduce_scatter),
         _flat("halving_doubling", halving_doubling.reduce_scatter),

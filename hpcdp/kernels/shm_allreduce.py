@@ -399,6 +399,54 @@ def read_memory(pid, address, out):  # type: ignore[no-untyped-def]
     return True
 
 
+@kernel()
+def sum_to_owners(staging, counters, state, kind, prescale, divisor, factor, x, out):  # type: ignore[no-untyped-def]
+    """Sum arrays by shards, as `sum_by_owners`, and leave each rank its own: one wait a chunk, ``x`` is unchanged.
+
+    A chunk has a piece of every shard, so that all ranks sum in each. Arguments as `sum_by_all`, for any ``count``;
+    ``out`` gets this rank's shard of the result.
+    """
+    n, me = staging.shape[1], state[ME]
+    width = staging.shape[2] // n
+    partial = np.empty(_BLOCK, x.dtype)
+    before, over, after = x.dtype.type(prescale), x.dtype.type(divisor), x.dtype.type(factor)
+    longest = -(-x.size // n)
+    own = x.size * me // n
+    while state[POSITION] < longest:
+        start = state[POSITION]
+        half = staging[state[HALF]]
+        if state[PHASE] == 0:
+            for owner in range(n):
+                lo = x.size * owner // n + start
+                hi = min(lo + width, x.size * (owner + 1) // n)
+                if owner != me and lo < hi:
+                    _scaled_copy(half[me, owner * width : owner * width + hi - lo], x[lo:hi], before)
+            _arrive(counters, state, kind)
+        met = _all_arrived(counters, n, state, kind)
+        if met != DONE:
+            return met
+        count = min(width, out.size - start)
+        for first in range(0, count, _BLOCK):
+            last = min(first + _BLOCK, count)
+            block = partial[: last - first]
+            mine = x[own + start + first : own + start + last]
+            place = me * width + first
+            if me == 0:
+                _scaled_copy(block, mine, before)
+            else:
+                _copy(block, half[0, place : place + last - first])
+            for rank in range(1, n):
+                if rank == me:
+                    _add(block, mine, before)
+                else:
+                    _add(block, half[rank, place : place + last - first], x.dtype.type(1))
+            _finish(block, over, after)
+            _copy(out[start + first : start + last], block)
+        _finish_chunk(state, start + width)
+    state[POSITION] = 0
+    return DONE
+
+
 @njit(inline="always")
 def _announce(counts, board, direct, staging, counters, state, kind, sent):  # type: ignore[no-untyped-def]
     if state[PHASE] == 0:

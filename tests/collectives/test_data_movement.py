@@ -491,3 +491,24 @@ def test_long_data_are_read_in_place_or_staged_in_pieces(can_read, monkeypatch):
             assert (received == me + number).all() and counts.sum() == len(received)
 
     thread_comm.run(3, rank)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+@pytest.mark.parametrize("count", [0, 1, 7, 30_001])
+@pytest.mark.parametrize("case", [("f4", "mean", 0.7), ("f8", "sum", 1.0), ("i8", "sum", 1.0)])
+def test_a_repeated_reduce_scatter_has_the_bits_of_the_first_and_spares_its_array(n, count, case, monkeypatch):
+    monkeypatch.setattr(intra_node, "CHUNK_NBYTES", 1 << 12)
+    dtype, op, prescale = case
+
+    def rank(world):
+        x = (np.random.default_rng(world.rank).standard_normal(count) * 100).astype(dtype)
+        given, out = x.copy(), np.empty(count * (world.rank + 1) // n - count * world.rank // n, dtype)
+        first = hpcdp.reduce_scatter(x, op, world, prescale=prescale)
+        whole = hpcdp.allreduce(x.copy(), op, world, prescale=prescale)
+        assert (first == whole[count * world.rank // n : count * (world.rank + 1) // n]).all()
+        for _ in range(3):
+            assert (hpcdp.reduce_scatter(x, op, world, prescale=prescale) == first).all()
+            assert (hpcdp.reduce_scatter(x, op, world, out=out, prescale=prescale) == first).all()
+            assert (x == given).all()
+
+    thread_comm.run(n, rank)
