@@ -314,7 +314,7 @@ def test_the_setting_of_rank_0_counts_and_a_wrong_one_is_told_on_all(monkeypatch
         told.append(str(caught.value))
 
     thread_comm.run(3, rank, 1)
-    assert told == ["reduction [HPCDP_GPU_MESSAGES]: expected auto or direct or staged, got 'fast'"] * 3
+    assert told == ["reduction [HPCDP_GPU_MESSAGES]: expected one of auto, direct, staged, got 'fast'"] * 3
 
 
 def test_what_cannot_be_tried_is_a_no(monkeypatch):

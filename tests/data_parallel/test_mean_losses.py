@@ -31,7 +31,7 @@ def warned(backward, ranks=2, steps=3, **options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         thread_comm.run(ranks, rank)
-    return [each for each in caught if "single number" in str(each.message)]
+    return [each for each in caught if "on the mean of" in str(each.message)]
 
 
 def begun_with(head, *head_grad, count=lambda y: len(y)):
@@ -59,9 +59,8 @@ MEANS = {
 def test_a_mean_over_samples_is_told_once_with_what_to_do(means, way):
     (warning,) = warned(MEANS[means], **way)
     assert str(warning.message).endswith(
-        f"the mean over {N} losses, and step() divides by the number of samples again, so the update is {N} times too "
-        "small; call backward() on the losses, one a sample, or loss.backward(len(y)), which is exact for uneven "
-        "batches, too"
+        f"the mean of {N} losses, and step() divides by the number of samples again: the update is {N} times too "
+        "small; call backward() on the loss of each sample, without a mean, or loss.backward(len(y))"
     )
     assert warning.filename == __file__
 
