@@ -28,6 +28,7 @@ import torch.distributed as dist
 from .. import collectives
 from ..collectives import Monoid
 from ..comm import World, init
+from ..comm.communicator import wait_for
 from ..comm.tasks import Operation
 from ..core.arrays import Array, kinds
 from ..errors import ConfigError, TimeLimitError, UnsupportedError
@@ -169,26 +170,23 @@ class Work(dist._Work):  # type: ignore[misc]
         return True
 
     def _wait_for(self, operation: Operation[Any], deadline: float | None, limit_s: float) -> None:
+        def test() -> bool:
+            if operation.test():
+                return True
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeLimitError(
+                    "wait", got="no end",
+                    expected=f"the end of {operation.call[0]} before the timeout of {limit_s:g} s",
+                    remedy="see whether all ranks of the group have called it",
+                )  # fmt: skip
+            return False
+
         try:
-            if deadline is None:
-                operation.wait()
-                return
-            nap_s = 0.0
-            while not operation.test():
-                if time.monotonic() > deadline:
-                    raise TimeLimitError(
-                        "wait", got="no end",
-                        expected=f"the end of {operation.call[0]} before the timeout of {limit_s:g} s",
-                        remedy="see whether all ranks of the group have called it",
-                    )  # fmt: skip
-                time.sleep(nap_s)
-                nap_s = min(nap_s + 1e-6, 1e-3)
+            wait_for(test)
         except TimeLimitError:
             raise
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                raise
-            # `_count` keeps it, too
+        except Exception:  # of the operation; `_count` keeps it
+            return
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Return a future of the written tensors."""
