@@ -361,8 +361,9 @@ class Call:
         return "\n".join(self.facts)
 
 
-_SHORT_WAIT_NS = 100_000
-"""Nanoseconds that the progress lane waits for other ranks in a kernel: the time of a chunk, which no nap meets."""
+_SHORT_WAIT = 300, 100_000
+"""Polls, some 8 us, and then nanoseconds that the progress lane waits for other ranks in a kernel: the time of a chunk.
+"""
 
 
 class InMemory:
@@ -434,9 +435,9 @@ class InMemory:
             self.state[[self.exchange.SPINS, self.exchange.SLEEP_NS]] = self.memory.patience if patient else 0
 
     def wait_shortly(self, waits: bool) -> None:
-        """Let kernels that return at once wait for `_SHORT_WAIT_NS` first, or not; for a thread with nothing to do."""
+        """Let kernels that return at once wait for `_SHORT_WAIT` first, or not; for a thread with nothing to do."""
         if not self.is_patient:
-            self.state[self.exchange.SLEEP_NS] = _SHORT_WAIT_NS if waits else 0
+            self.state[self.exchange.SPINS], self.state[self.exchange.SLEEP_NS] = _SHORT_WAIT if waits else (0, 0)
 
     def difference(self, call: Call) -> Steps:
         """Raise the error for ranks that have made different calls; all ranks must run it.
