@@ -176,7 +176,7 @@ def content_of(folder: Path) -> bytes:
                 return file.read()
     except OSError as error:
         raise DataError("read the checkpoint", where=path, expected="a file", got=error.strerror) from error
-    raise DataError("read the checkpoint", where=path, expected="a file", got="a folder or device")
+    raise DataError("read the checkpoint", where=path, expected="a file", got="a folder, pipe or device")
 
 
 def parse(content: bytes, where: object) -> Manifest:

@@ -121,7 +121,7 @@ def test_a_missing_file(path, name):
 def test_a_manifest_that_is_a_pipe(path):
     (path / "manifest.json").unlink()
     os.mkfifo(path / "manifest.json")
-    assert list(faults(path)) == ["manifest.json: Not a plain file"]
+    assert list(faults(path)) == ["manifest.json: a folder, pipe or device"]
 
 
 def test_a_file_too_many(path):
