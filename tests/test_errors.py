@@ -77,7 +77,7 @@ def test_an_error_is_the_built_in_that_users_catch(kind, built_in):
 def test_every_error_is_also_a_built_in():
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, HpcdpError)]
     own = [kind for kind in kinds if kind is not HpcdpError]
-    assert len(own) == 13 and not [kind for kind in own if all(base is HpcdpError for base in kind.__bases__)]
+    assert len(own) == 14 and not [kind for kind in own if all(base is HpcdpError for base in kind.__bases__)]
 
 
 def test_files_and_keys_that_are_missing_can_be_caught_as_such(tmp_path):

@@ -122,8 +122,8 @@ def iallreduce(
     of any of them. Neither ``x`` nor ``out`` may be touched before the end. A blocking reduction or broadcast,
     `World.barrier` and `World.split` first complete the operations of their own world.
 
-    With the algorithm "native", which "auto" may choose, the order of sums may differ from that of `allreduce`, because
-    MPI libraries use other algorithms for nonblocking collectives.
+    With ``algorithm="native"``, which "auto" does not choose here, the order of sums may differ from that of
+    `allreduce`, because MPI libraries use other algorithms for nonblocking collectives.
 
     Returns:
         An operation: ``test()`` returns whether it is complete and never blocks; ``wait()`` blocks until it is and

@@ -568,6 +568,8 @@ def _able(collective: str, dtype: np.dtype, op: Reduction | None, world: World, 
         if (known.any_monoid or not by_monoid) and (blocks or known.steps)
     ]
     names.remove("reference")
+    if not blocks and "native" in names:  # Open MPI 5 crashes where several threads progress nonblocking collectives
+        names.remove("native")
     can = intra_node.can_share(world) if op is None else intra_node.can_reduce(dtype, op, world)
     if "shared" in names and not can:
         names.remove("shared")

@@ -2,8 +2,8 @@
 
 `create` is called by ``torch.distributed.init_process_group`` and ``new_group``. Every group is a world of its own,
 made by its members alone. Each method implements the c10d operation of its name; ``torch.distributed``, DDP, FSDP and
-compiled programs call them. Blocking calls (``async_op=False``) run in the calling thread. Others progress on the
-progress lane of their world, and their `Work` unpacks the result when it is complete.
+compiled programs call them. Operations progress on the progress lane of their world, and in the thread that waits for
+them; their `Work` unpacks the result when it is complete.
 
 CUDA tensors go to a ProcessGroupNCCL that the group makes for itself. If ranks share a GPU, which NCCL refuses, they
 are reduced by `hpcdp.collectives`.
@@ -19,11 +19,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._C._dynamo import eval_frame
 
 from .. import collectives
 from ..collectives import Monoid
@@ -31,7 +32,10 @@ from ..comm import World, init
 from ..comm.communicator import wait_for
 from ..comm.tasks import Operation
 from ..core.arrays import Array, kinds
-from ..errors import ConfigError, TimeLimitError, UnsupportedError
+from ..errors import ConfigError, HpcdpError, TimeLimitError, UnsupportedError
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 NAME = "hpcdp"
 
@@ -41,7 +45,9 @@ _REDUCTIONS: dict[Any, str | Monoid] = {
     _Ops.BAND: Monoid(np.bitwise_and, name="bitwise and"), _Ops.BOR: Monoid(np.bitwise_or, name="bitwise or"),
     _Ops.BXOR: Monoid(np.bitwise_xor, name="bitwise xor"),
 }  # fmt: skip
-_COMPLETION_LANE, _COMPLETION_THREADS = "torch futures", 8
+_COMPLETIONS, _TIMEOUTS = "torch futures", "torch timeouts"
+_THREADS = {_COMPLETIONS: 8, _TIMEOUTS: 1}
+"""Lanes of a group, and their threads: callbacks of futures may wait for other operations; timeouts end in order."""
 
 Finish = Callable[[Any], None]
 """A function that copies the result of an operation to the caller's tensors."""
@@ -72,6 +78,19 @@ def create(opts: Any, _backend_options: Any = None) -> ProcessGroup:
     return ProcessGroup(world, opts.group_rank, opts.store, opts.timeout, opts.group_id)
 
 
+def _never_compiled(function: Callable[P, T]) -> Callable[P, T]:
+    """Return ``function``, which torch.compile skips with all that it calls.
+
+    `torch.compiler.disable` does the same, but imports the compiler, for seconds.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    if hasattr(eval_frame, "_FrameExecStrategy"):  # of PyTorch 2.8
+        skip = eval_frame._FrameAction.SKIP
+        strategy = eval_frame._FrameExecStrategy(skip, skip)
+        eval_frame.set_code_exec_strategy(function.__code__, strategy)  # type: ignore[attr-defined]
+    return function
+
+
 class Work(dist._Work):  # type: ignore[misc]
     """An operation that was started, and what must be done with its results.
 
@@ -80,8 +99,7 @@ class Work(dist._Work):  # type: ignore[misc]
         result: the tensors that it writes.
         finish: copies results to ``result``; called once, when all operations are complete.
         timeout: limits `wait` by default.
-        completions: pushes a function to threads that may block.
-        source: for `recv` from any rank: returns the sender once the operation is complete.
+        group: its group; None if there are no operations.
     """
 
     def __init__(
@@ -90,16 +108,18 @@ class Work(dist._Work):  # type: ignore[misc]
         result: Sequence[torch.Tensor],
         finish: Callable[[], None] | None = None,
         timeout: timedelta = timedelta(0),
-        completions: Callable[[Callable[[], None]], None] = lambda call: call(),
+        group: ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         self._operations, self._finish, self._timeout = operations, finish, timeout
         self._result = list(result)
-        self._completions = completions
+        self._group = group
         self._lock = threading.Lock()
         self._error: BaseException | None = None
-        self._future: _Future | None = None
+        self._future: torch.futures.Future[None] | None = None
+        self._returned: torch.futures.Future[list[torch.Tensor]] | None = None
         self._is_over = not operations
+        self._has_ended = threading.Event()
         self._missing = len(operations)
         for operation in operations:
             operation.add_done_callback(self._count)
@@ -107,33 +127,48 @@ class Work(dist._Work):  # type: ignore[misc]
     def _count(self) -> None:
         with self._lock:
             self._missing -= 1
-            if self._missing:
+            if self._missing or self._is_over:
                 return
+        failure: BaseException | None = None
         try:
             for operation in self._operations:
                 operation.has_ended()
             if self._finish is not None:
                 self._finish()
         except BaseException as error:
-            self._error = error
+            failure = error
+        self._end(failure)
+
+    def _end(self, error: BaseException | None) -> None:
         with self._lock:
+            if self._is_over:
+                return  # after its timeout
+            self._error = error
             self._is_over = True
             future = self._future
-        if future is not None:
-            self._resolve(future)
+        self._has_ended.set()
+        if future is not None and self._group is not None:
+            # Callbacks of the future may wait for other operations, which the lane must advance.
+            self._group.push(_COMPLETIONS, functools.partial(future.set_result, None))
 
-    def _resolve(self, future: _Future) -> None:
-        if future.has_callbacks:  # which may wait for other operations
-            self._completions(functools.partial(self._set, future))
-        else:
-            self._set(future)
+    def _unwrapped(self, _: Any) -> list[torch.Tensor]:
+        if self._error is not None:
+            raise _as_runtime_error(self._error)
+        return self._result
 
-    def _set(self, future: _Future) -> None:
-        if self._error is None:
-            future.set_result(self._result)
-        else:
-            future.set_exception(_as_runtime_error(self._error))
+    def _limit(self, deadline: float) -> None:
+        """End with an error at ``deadline``; for futures, which have no timeout."""
+        if not self._has_ended.wait(max(0.0, deadline - time.monotonic())):
+            self._end(self._late(self._operations[0], self._timeout.total_seconds()))
 
+    @staticmethod
+    def _late(operation: Operation[Any], limit_s: float) -> TimeLimitError:
+        return TimeLimitError(
+            "wait", expected=f"the end of {operation.call[0]} before the timeout of {limit_s:g} s", got="no end",
+            remedy="see whether all ranks of the group have called it",
+        )  # fmt: skip
+
+    @_never_compiled
     def is_completed(self) -> bool:
         """Return whether the operation is over, also by an error; never block."""
         if not self._is_over:
@@ -152,6 +187,7 @@ class Work(dist._Work):  # type: ignore[misc]
         """Return the error of the operation, or None."""
         return self._error
 
+    @_never_compiled
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Block until the operation is complete; return True.
 
@@ -174,11 +210,7 @@ class Work(dist._Work):  # type: ignore[misc]
             if operation.test():
                 return True
             if deadline is not None and time.monotonic() > deadline:
-                raise TimeLimitError(
-                    "wait", got="no end",
-                    expected=f"the end of {operation.call[0]} before the timeout of {limit_s:g} s",
-                    remedy="see whether all ranks of the group have called it",
-                )  # fmt: skip
+                raise self._late(operation, limit_s)
             return False
 
         try:
@@ -188,17 +220,20 @@ class Work(dist._Work):  # type: ignore[misc]
         except Exception:  # of the operation; `_count` keeps it
             return
 
+    @_never_compiled
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Return a future of the written tensors."""
         with self._lock:
-            is_new = self._future is None
-            if is_new:
-                self._future = _Future()
-            future, is_over = self._future, self._is_over
-        assert future is not None
-        if is_new and is_over:
-            self._set(future)
-        return future
+            if self._returned is None:
+                self._future = torch.futures.Future()
+                # C++ sees the error of a callback, but not one that Python sets.
+                self._returned = self._future.then(self._unwrapped)
+                if self._is_over:
+                    self._future.set_result(None)
+                elif self._group is not None and timedelta(0) < self._timeout < _PATIENT:
+                    deadline = time.monotonic() + self._timeout.total_seconds()
+                    self._group.push(_TIMEOUTS, functools.partial(self._limit, deadline))
+            return self._returned
 
     def result(self) -> list[torch.Tensor]:
         """Return the written tensors, once the operation is complete."""
@@ -215,22 +250,6 @@ class Work(dist._Work):  # type: ignore[misc]
     _source_rank = source_rank
 
 
-class _Future(torch.futures.Future):  # type: ignore[misc]
-    """A future that notes whether Python callbacks wait for it."""
-
-    has_callbacks = False
-
-    def then(self, callback: Callable[[Any], Any]) -> Any:
-        """See `torch.futures.Future.then`."""
-        self.has_callbacks = True
-        return super().then(callback)
-
-    def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
-        """See `torch.futures.Future.add_done_callback`."""
-        self.has_callbacks = True
-        super().add_done_callback(callback)
-
-
 def _as_runtime_error(error: BaseException) -> BaseException:
     """Return ``error`` as the RuntimeError that c10d's callers catch."""
     if isinstance(error, RuntimeError) or not isinstance(error, Exception):
@@ -238,6 +257,11 @@ def _as_runtime_error(error: BaseException) -> BaseException:
     wrapped = RuntimeError(str(error))
     wrapped.__cause__ = error
     return wrapped
+
+
+def _check_size(operation: str, where: str, expected: int, got: int) -> None:
+    if expected != got:
+        raise UnsupportedError(operation, where=where, expected=f"{expected} elements", got=f"{got} elements")
 
 
 def _operation(method: Callable[..., Work]) -> Callable[..., Any]:
@@ -250,9 +274,12 @@ def _operation(method: Callable[..., Work]) -> Callable[..., Any]:
             group = self.nccl_group(tensor.device)
             if group is not None:
                 return getattr(group, method.__name__)(*args, **kwargs)
-        return method(self, *args, **kwargs)
+        try:
+            return method(self, *args, **kwargs)
+        except HpcdpError as error:  # wrong arguments
+            raise _as_runtime_error(error) from error
 
-    return run
+    return _never_compiled(run)
 
 
 def _first_tensor(values: Sequence[Any]) -> torch.Tensor | None:
@@ -280,7 +307,8 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self.world = world
         self._store, self._timeout, self._name, self._desc = store, timeout, str(name), "undefined"
         self._nccl: dict[torch.device, Any] = {}
-        self._has_completion_lane = False
+        self._lanes: set[str] = set()
+        self._lock = threading.Lock()
 
     # What c10d asks of a group.
 
@@ -399,7 +427,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         tensors = _listed(tensors)
         if any(tensor.is_sparse for tensor in tensors):
             return self._sparse_allreduce(tensors, opts)
-        op, factor = _reduction(opts)
+        op, factor = _reduction(opts, tensors)
         if len(tensors) > 1:
             return self.allreduce_coalesced(tensors, opts)
         array, finish = _target(tensors[0])
@@ -408,20 +436,22 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     @_operation
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Work:
         """Reduce several tensors elementwise over all ranks, in place, as one operation."""
-        op, factor = _reduction(opts)
+        op, factor = _reduction(opts, tensors)
         arrays, finishes = zip(*(_target(tensor) for tensor in tensors), strict=True)
         finish = _all_of(finishes)
         return self._run("grouped_allreduce", opts, tensors, finish, list(arrays), op, self.world, prescale=factor)
 
     def _sparse_allreduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> Work:
         """Sum sparse tensors: gather the indices and values of all ranks, and coalesce them; blocking."""
-        if _reduction(opts) != ("sum", 1.0):
+        if _reduction(opts, []) != ("sum", 1.0):
             raise UnsupportedError("all_reduce", where="op", expected="SUM for a sparse tensor", got=str(opts.reduceOp))
         for tensor in tensors:
             own = tensor.detach().coalesce()
             indices = collectives.allgather(own.indices().t().contiguous().numpy(), self.world)
             values = collectives.allgather(_array(own.values()), self.world)
-            total = torch.sparse_coo_tensor(torch.from_numpy(indices).t(), _tensor(values), own.shape).coalesce()
+            total = torch.sparse_coo_tensor(
+                torch.from_numpy(indices).t(), _tensor(values), own.shape, check_invariants=False
+            ).coalesce()
             with torch.no_grad():
                 tensor.copy_(total)
         return Work([], tensors)
@@ -431,7 +461,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Reduce a tensor elementwise over all ranks, in place on the root; elsewhere it is unchanged."""
         tensors, root = _listed(tensors), getattr(opts, "rootRank", opts if isinstance(opts, int) else root)
         (tensor,) = tensors
-        reduction, factor = _reduction(op or (others[0] if others else opts))
+        reduction, factor = _reduction(op or (others[0] if others else opts), tensors)
         array, finish = _target(tensor)
         return self._run("reduce", opts, tensors, finish, array, reduction, root, self.world, prescale=factor)
 
@@ -440,7 +470,8 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Reduce tensors elementwise over all ranks, the r-th on rank r only."""
         (output,) = _listed(outputs)
         tensors = inputs[0] if isinstance(inputs[0], (list, tuple)) else inputs
-        op, factor = _reduction(opts)
+        op, factor = _reduction(opts, tensors)
+        _check_size("reduce_scatter", "output", tensors[self.world.rank].numel(), output.numel())
         x = _joined(tensors)
         if len({tensor.numel() for tensor in tensors}) == 1:
             out, finish = _target(output, flat=True)
@@ -453,7 +484,8 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     @_operation
     def reduce_scatter_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Work:
         """Reduce a tensor elementwise over all ranks; its r-th part on rank r only."""
-        op, factor = _reduction(opts)
+        op, factor = _reduction(opts, [x])
+        _check_size("reduce_scatter_single", "input", output.numel() * self.world.size, x.numel())
         out, finish = _target(output, flat=True)
         return self._run("reduce_scatter", opts, [output], finish, _flat(x), op, self.world, out=out, prescale=factor)
 
@@ -484,6 +516,9 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Gather the tensors of all ranks on every rank; they may differ in size."""
         (tensor,) = _listed(inputs)
         targets = outputs[0] if isinstance(outputs[0], (list, tuple)) else outputs
+        _check_size(
+            "all_gather", "the tensor of this rank in the list", tensor.numel(), targets[self.world.rank].numel()
+        )
         x = _flat(tensor, moves=True)
         if len({target.numel() for target in targets}) > 1:
             return self._run("allgather", opts, targets, lambda gathered: _scatter_to(gathered, targets), x, self.world)
@@ -498,6 +533,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     @_operation
     def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Work:
         """Gather the tensors of all ranks, of one shape, one after another in ``output``."""
+        _check_size("all_gather_single", "output", x.numel() * self.world.size, output.numel())
         out, finish = _target(output, flat=True, moves=True)
         return self._run("allgather", opts, [output], finish, _flat(x, moves=True), self.world, out=out)
 
@@ -525,6 +561,8 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         root = getattr(opts, "rootRank", opts if isinstance(opts, int) else root)
         (tensor,) = _listed(inputs)
         targets = [] if self.world.rank != root else outputs[0] if isinstance(outputs[0], (list, tuple)) else outputs
+        if targets:
+            _check_size("gather", "the tensor of this rank in the list", tensor.numel(), targets[root].numel())
         finish = (lambda gathered: _scatter_to(gathered, targets)) if targets else None
         return self._run("gather", opts, targets, finish, _flat(tensor, moves=True), root, self.world)
 
@@ -543,9 +581,15 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     @_operation
     def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None) -> Work:
         """Send the r-th tensor to rank r, and receive one of each rank; they may differ in size."""
-        splits = [tensor.numel() for tensor in inputs]
+        splits, expected = [tensor.numel() for tensor in inputs], [tensor.numel() for tensor in outputs]
         x = _joined(inputs, moves=True)
-        return self._run("alltoall", opts, outputs, lambda moved: _scatter_to(moved[0], outputs), x, splits, self.world)
+
+        def finish(moved: tuple[Array, np.ndarray]) -> None:
+            for rank, (size, got) in enumerate(zip(expected, moved[1].tolist(), strict=True)):
+                _check_size("all_to_all", f"output_tensor_list[{rank}]", got, size)
+            _scatter_to(moved[0], outputs)
+
+        return self._run("alltoall", opts, outputs, finish, x, splits, self.world)
 
     @_operation
     def all_to_all_single(
@@ -600,6 +644,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Receive a tensor of any rank of the group, in place."""
         return self.recv(tensors, None, tag)  # type: ignore[no-any-return]
 
+    @_never_compiled
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
         """Complete when every rank has called."""
         return self._run("barrier", opts, [], None, self.world)
@@ -609,45 +654,39 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _run(
         self, name: str, opts: Any, result: Sequence[torch.Tensor], finish: Finish | None, /, *args: Any, **kwargs: Any
     ) -> Work:
-        """Run or start the function ``name`` of `hpcdp.collectives`.
+        """Start the function ``name`` of `hpcdp.collectives`; ranks that block and ranks that do not call alike.
 
         Args:
             name: the blocking function.
-            opts: c10d's options, of which ``asyncOp`` and ``timeout`` count; without ``asyncOp`` it is started.
+            opts: c10d's options, of which ``timeout`` counts.
             result: the tensors of the work's future.
             finish: called at the end with the function's result.
             args: those of the function.
             kwargs: those of the function.
         """
         limit = getattr(opts, "timeout", timedelta(0))
-        if limit <= timedelta(0):
-            limit = self._timeout
-        if not getattr(opts, "asyncOp", True) and limit >= _PATIENT:
-            value = getattr(collectives, name)(*args, **kwargs)
-            if finish is not None:
-                finish(value)
-            return Work([], result)
         operation = getattr(collectives, f"i{name}")(*args, **kwargs)
         end = None if finish is None else lambda: finish(operation.value)
-        return Work([operation], result, end, limit, self._complete)
+        return Work([operation], result, end, limit if limit > timedelta(0) else self._timeout, self)
 
     def _together(self, works: Sequence[Work]) -> Work:
         operations = [operation for work in works for operation in work._operations]
         result = [tensor for work in works for tensor in work._result]
         # The callbacks of `works` were added first, so these do not wait for what this thread has to do.
-        return Work(operations, result, functools.partial(_wait_for_all, works), self._timeout, self._complete)
+        return Work(operations, result, functools.partial(_wait_for_all, works), self._timeout, self)
 
-    def _complete(self, call: Callable[[], None]) -> None:
-        """Run ``call`` on a thread that may block."""
+    def push(self, lane: str, call: Callable[[], object]) -> None:
+        """Run ``call`` on a thread of its own, which may block."""
         engine = self.world.engine
-        if not self._has_completion_lane:
-            engine.add_lane(_COMPLETION_LANE, threads=_COMPLETION_THREADS)
-            self._has_completion_lane = True
-        engine.push(call, lane=_COMPLETION_LANE)
+        with self._lock:
+            if lane not in self._lanes:
+                engine.add_lane(lane, threads=_THREADS[lane])
+                self._lanes.add(lane)
+        engine.push(call, lane=lane)
 
 
 _PATIENT = timedelta(minutes=5)
-"""The shortest time-out that is left to the watchdog, so that blocking calls take the direct way."""
+"""The shortest timeout that is left to the watchdog where nobody waits for a work itself."""
 
 
 def _wait_for_all(works: Sequence[Work]) -> None:
@@ -669,8 +708,12 @@ def _listed(tensors: Any) -> list[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
-def _reduction(opts: Any) -> tuple[str | Monoid, float]:
+def _reduction(opts: Any, tensors: Sequence[torch.Tensor]) -> tuple[str | Monoid, float]:
     """Return the operation in c10d's options, or of a ReduceOp itself, and the factor of PREMUL_SUM."""
+    for tensor in tensors:
+        if tensor.dtype in _MOVED_AS_BYTES:
+            expected, remedy = "a dtype of at least 16 bits", "convert it for the reduction"
+            raise UnsupportedError("all_reduce", where="dtype", expected=expected, got=str(tensor.dtype), remedy=remedy)
     op = getattr(opts, "reduceOp", opts)
     if op is None:
         return "sum", 1.0
@@ -678,6 +721,8 @@ def _reduction(opts: Any) -> tuple[str | Monoid, float]:
     if kind not in _REDUCTIONS:
         raise UnsupportedError("all_reduce", where="op", expected="an operation of torch.distributed", got=str(op))
     factor = 1.0
+    if type(_REDUCTIONS[kind]) is not str and any(x.is_floating_point() or x.is_complex() for x in tensors):
+        raise UnsupportedError("all_reduce", where="op", expected="an operation of floats", got=f"{kind.name}, of bits")
     if kind == _Ops.PREMUL_SUM:
         factor = float(op.factor() if callable(op.factor) else op.factor)
     return _REDUCTIONS[kind], factor
@@ -761,6 +806,7 @@ def _copy(array: Array, tensor: torch.Tensor) -> None:
 
 def _scatter_to(array: Array, tensors: Sequence[torch.Tensor]) -> None:
     """Copy the elements of ``array``, shape ``(count,)``, to tensors one after another."""
+    _check_size("torch.distributed", "the output list", array.size, sum(tensor.numel() for tensor in tensors))
     first = 0
     for tensor in tensors:
         count = tensor.numel()

@@ -95,9 +95,12 @@ class TensorKind:
             require_cupy(operation, where, device)
         try:
             values = x.detach()
-            if device is None and x.dtype == torch.bfloat16:
-                return values.view(torch.int16).numpy().view(dtype_of(BFLOAT16))
-            return as_array(values)
+            if device is not None:
+                return as_array(values)
+            # Not `values.numpy()`: it forbids resizing the storage, which FSDP does.
+            if x.dtype == torch.bfloat16:
+                return np.from_dlpack(values.view(torch.int16)).view(dtype_of(BFLOAT16))
+            return np.from_dlpack(values)
         except (RuntimeError, TypeError, BufferError, ValueError) as error:
             raise UnsupportedError(
                 operation, where=where, expected="a dense tensor in host memory or on a CUDA GPU",

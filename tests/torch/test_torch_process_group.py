@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from datetime import timedelta
 
 import pytest
@@ -231,6 +232,67 @@ def test_a_late_rank_is_a_runtime_error():
     if dist.get_rank():
         dist.all_reduce(torch.ones(3), group=group)  # which rank 0 has started
     dist.barrier()
+
+
+def test_blocking_and_started_calls_match():
+    me = dist.get_rank()
+    for k in range(4):
+        x = of(me)
+        work = dist.all_reduce(x, async_op=bool((me + k) % 2))
+        if work is not None:
+            work.wait()
+        assert torch.equal(x, torch.stack(everyone()).sum(0))
+
+
+def test_groups_used_by_several_threads():
+    groups, n = [dist.new_group() for _ in range(2)], dist.get_world_size()
+    totals = [0.0, 0.0]
+
+    def run(number):
+        for k in range(60):
+            x = torch.full((1000 * (number + 1),), 1.0 + k)
+            work = dist.all_reduce(x, group=groups[number], async_op=bool(k % 2))
+            if work is not None:
+                work.wait()
+            totals[number] += float(x[-1])
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert totals == [n * 60 * 61 / 2] * 2
+
+
+def test_errors_reach_works_and_futures():
+    me, n = dist.get_rank(), dist.get_world_size()
+    if n == 1:
+        pytest.skip("of several ranks")
+    group = dist.new_group(timeout=timedelta(seconds=0.3))
+    future = dist.all_reduce(torch.ones(3 + (me == n - 1)), group=group, async_op=True).get_future()
+    with pytest.raises(RuntimeError, match=r"all_?reduce|allreduce"):
+        future.wait()
+    dist.barrier()
+    if me == 0:
+        late = dist.all_reduce(torch.ones(3), group=group, async_op=True).get_future()
+        with pytest.raises(RuntimeError, match=r"timeout of 0\.3 s"):
+            late.wait()
+    dist.barrier()
+    for wrong in (
+        lambda: dist.all_gather_into_tensor(torch.zeros(3 * n + 1), torch.zeros(3)),
+        lambda: dist.reduce_scatter_tensor(torch.zeros(3), torch.zeros(3 * n + 1)),
+        lambda: dist.all_gather([torch.zeros(2) for _ in range(n)], torch.zeros(3)),
+        lambda: dist.all_reduce(torch.zeros(3), dist.ReduceOp.BAND),
+    ):
+        with pytest.raises(RuntimeError):
+            wrong()
+    dist.barrier()
+
+
+def test_storage_stays_resizable():
+    x = torch.ones(4)
+    dist.all_reduce(x)
+    x.untyped_storage().resize_(0)  # as FSDP 1 frees parameters
 
 
 def test_training_with_the_wrappers_of_pytorch():
