@@ -23,7 +23,7 @@ from hpcdp.errors import HpcdpError
 from hpcdp.launch.parser import Parser, at_least
 
 TARGET_US = 10.0
-"""What a push may cost, median."""
+"""The most that a push may cost, median."""
 
 POOL = "pool"
 

@@ -75,10 +75,10 @@ class Found:
 
     step_s: list[float] = field(default_factory=list)
     exposed_s: list[float] = field(default_factory=list)
-    """Of communication that nothing ran beside."""
+    """Seconds of communication that nothing ran beside."""
     communication_s: list[float] = field(default_factory=list)
     beside_s: list[float] = field(default_factory=list)
-    """Of processor time that threads other than the computing one took."""
+    """Seconds of processor time that threads other than the computing one took."""
 
 
 class Training:
@@ -159,7 +159,7 @@ class Alone(Training):
         self._ready_ns = [0] * len(reducer.buckets)
         self._needed_ns = [0] * len(reducer.buckets)
         self.taken: list[list[float]] = []
-        """Of every step: forward, backward, then of each bucket when it is ready after backward began, when it is
+        """For every step: forward, backward, then of each bucket when it is ready after backward began, when it is
         needed after forward began, and how long its update takes; seconds."""
         for slot in reducer.layout.slots:
             param = reducer.params[slot.name]

@@ -36,7 +36,7 @@ KINDS = (
     "kernels", "convolutions", "hybrid", "kvstore", "checkpoint", "allreduce 3", "allreduce 4", "fabric", "ingress",
     "overlap", "torch",
 )  # fmt: skip
-"""What is measured, as it is called in results.json."""
+"""The measured quantities, by their names in results.json."""
 _STARTS_JOBS = ("startup", "fabric", "ingress", "overlap", "torch_ddp")
 
 

@@ -33,7 +33,7 @@ _LR, _MOMENTUM = 0.01, 0.9
 _CONTEXT, _CHARACTERS, _WIDTH, _SIZE = 64, 62, 64, 256
 _BATCHES = 3
 LOSS_TOLERANCE = 1e-3
-"""Of the first steps, to the first loss: those after it may be near 0."""
+"""The largest difference between losses, relative to the first loss, because later ones may be near 0."""
 
 
 def _texts(batch: int) -> tuple[np.ndarray, np.ndarray]:

@@ -295,7 +295,7 @@ class ErrorFeedback:
         self.codec = codec
         self.share = codec.feedback if share is None else share
         self.residual = zeros(count, dtype)
-        """What was not sent yet, shape ``(count,)``, in the gradients' dtype."""
+        """The part that was not sent yet, shape ``(count,)``, in the gradients' dtype."""
 
     @np.errstate(over="ignore", invalid="ignore")  # the receiver detects non-finite values
     def encode(self, x: Array, part: slice, wire: Array, codec: Codec | None = None) -> None:

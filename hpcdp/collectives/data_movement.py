@@ -272,7 +272,7 @@ def start_exchange(exchange: Exchange, world: World, x: object) -> Operation[Any
 
 @dataclass(frozen=True)
 class Moved:
-    """What an exchange moves on one rank, once the counts of all ranks are known."""
+    """The movement of an exchange on one rank, once the counts of all ranks are known."""
 
     layout: Layout
     algorithm: str
@@ -289,7 +289,7 @@ class Exchange:
     """A validated call of one rank."""
 
     call: Call
-    """What all ranks compare."""
+    """The values that all ranks compare."""
     counts: Sequence[int]
     """The numbers that the ranks exchange; as many on every rank."""
     plan: Callable[[np.ndarray], Moved | None]

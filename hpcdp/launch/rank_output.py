@@ -166,7 +166,7 @@ class Line:
 
     @property
     def is_bar(self) -> bool:
-        """Whether the line redraws itself after a carriage return."""
+        """Return whether the line redraws itself after a carriage return."""
         return 0 <= self.text.find(b"\r") < len(self.text) - 1
 
 
