@@ -49,6 +49,11 @@ _COMPLETIONS, _TIMEOUTS = "torch futures", "torch timeouts"
 _THREADS = {_COMPLETIONS: 8, _TIMEOUTS: 1}
 """Lanes of a group, and their threads: callbacks of futures may wait for other operations; timeouts end in order."""
 
+_QUICK_TESTS, _LOOK_S = 20, 0.01
+"""Tests of a work by the thread that waits for it, before it leaves the work to the lane, and seconds between later
+ones, which tell the watchdog that somebody waits.
+"""
+
 Finish = Callable[[Any], None]
 """A function that copies the result of an operation to the caller's tensors."""
 
@@ -214,7 +219,15 @@ class Work(dist._Work):  # type: ignore[misc]
             return False
 
         try:
-            wait_for(test)
+            if self._group is not None and self._group.world.concurrent:
+                for _ in range(_QUICK_TESTS):
+                    if test():
+                        return
+                # Polling here would take turns with the lane, which advances the operation without the GIL.
+                while not self._has_ended.wait(_LOOK_S) and not test():
+                    pass
+            else:
+                wait_for(test)
         except TimeLimitError:
             raise
         except Exception:  # of the operation; `_count` keeps it
