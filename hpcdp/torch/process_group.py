@@ -33,11 +33,10 @@ from ..comm.communicator import wait_for
 from ..comm.tasks import Operation
 from ..core.arrays import Array, kinds
 from ..errors import ConfigError, HpcdpError, TimeLimitError, UnsupportedError
+from ..torch_backend import NAME
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-NAME = "hpcdp"
 
 _Ops = dist.ReduceOp.RedOpType
 _REDUCTIONS: dict[Any, str | Monoid] = {
@@ -77,7 +76,7 @@ def create(opts: Any, _backend_options: Any = None) -> ProcessGroup:
             remedy="start the program with mpirun, srun or `hpcdp launch`, and drop rank= and world_size=",
         )  # fmt: skip
     world = world.subset(ranks)
-    # The first operations of a world block until all ranks have called. In time-outs and async_op they must not.
+    # The first operations of a world block until all ranks have called; a timeout or async_op needs ones that do not.
     collectives.iallreduce(np.zeros(1, np.float32), world=world).wait()
     collectives.ibarrier(world).wait()
     return ProcessGroup(world, opts.group_rank, opts.store, opts.timeout, opts.group_id)
@@ -197,7 +196,7 @@ class Work(dist._Work):  # type: ignore[misc]
         """Block until the operation is complete; return True.
 
         Raises:
-            RuntimeError: the operation failed, or has lasted longer than ``timeout`` or the group's time-out.
+            RuntimeError: the operation failed, or has lasted longer than ``timeout`` or the group's timeout.
         """
         if not self._is_over:
             limit_s = (timeout if timeout > timedelta(0) else self._timeout).total_seconds()
@@ -290,7 +289,9 @@ def _operation(method: Callable[..., Work]) -> Callable[..., Any]:
         try:
             return method(self, *args, **kwargs)
         except HpcdpError as error:  # wrong arguments
-            raise _as_runtime_error(error) from error
+            if isinstance(error, RuntimeError):
+                raise
+            raise RuntimeError(str(error)) from error
 
     return _never_compiled(run)
 
@@ -311,7 +312,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         world: its ranks, a world of this group alone.
         rank: the rank of this process in the group.
         store: c10d's store of the group.
-        timeout: the time-out of its operations.
+        timeout: the timeout of its operations.
         name: its name.
     """
 
@@ -323,7 +324,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._lanes: set[str] = set()
         self._lock = threading.Lock()
 
-    # What c10d asks of a group.
+    # Properties and methods that c10d calls.
 
     def getBackendName(self) -> str:
         """Return the backend's name."""
@@ -385,7 +386,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     supports_splitting = supports_coalescing = supports_time_estimate = False
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time-out of later operations."""
+        """Set the timeout of later operations."""
         self._timeout = timeout
 
     _set_default_timeout = set_timeout
@@ -472,7 +473,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     @_operation
     def reduce(self, tensors: Any, opts: Any = None, *others: Any, root: int = 0, op: Any = None) -> Work:
         """Reduce a tensor elementwise over all ranks, in place on the root; elsewhere it is unchanged."""
-        tensors, root = _listed(tensors), getattr(opts, "rootRank", opts if isinstance(opts, int) else root)
+        tensors, root = _listed(tensors), _root(opts, root)
         (tensor,) = tensors
         reduction, factor = _reduction(op or (others[0] if others else opts), tensors)
         array, finish = _target(tensor)
@@ -482,17 +483,15 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
         """Reduce tensors elementwise over all ranks, the r-th on rank r only."""
         (output,) = _listed(outputs)
-        tensors = inputs[0] if isinstance(inputs[0], (list, tuple)) else inputs
+        tensors = _inner(inputs)
         op, factor = _reduction(opts, tensors)
         _check_size("reduce_scatter", "output", tensors[self.world.rank].numel(), output.numel())
-        x = _joined(tensors)
-        if len({tensor.numel() for tensor in tensors}) == 1:
-            out, finish = _target(output, flat=True)
-            return self._run("reduce_scatter", opts, [output], finish, x, op, self.world, out=out, prescale=factor)
-        first = sum(tensor.numel() for tensor in tensors[: self.world.rank])
-        x = x.copy()
-        part = x[first : first + output.numel()]
-        return self._run("allreduce", opts, [output], lambda _: _copy(part, output), x, op, self.world, prescale=factor)
+        sizes = [tensor.numel() for tensor in tensors]
+        splits = sizes if len(set(sizes)) > 1 else None
+        x, (out, finish) = _joined(tensors), _target(output, flat=True)
+        return self._run(
+            "reduce_scatter", opts, [output], finish, x, op, self.world, out=out, prescale=factor, splits=splits
+        )
 
     @_operation
     def reduce_scatter_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Work:
@@ -518,7 +517,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     @_operation
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0) -> Work:
         """Overwrite a tensor on all ranks with that of the root."""
-        tensors, root = _listed(tensors), getattr(opts, "rootRank", opts if isinstance(opts, int) else root)
+        tensors, root = _listed(tensors), _root(opts, root)
         if len(tensors) > 1:
             return self._together([self.broadcast([tensor], opts) for tensor in tensors])
         array, finish = _target(tensors[0], moves=True)
@@ -528,7 +527,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         """Gather the tensors of all ranks on every rank; they may differ in size."""
         (tensor,) = _listed(inputs)
-        targets = outputs[0] if isinstance(outputs[0], (list, tuple)) else outputs
+        targets = _inner(outputs)
         _check_size(
             "all_gather", "the tensor of this rank in the list", tensor.numel(), targets[self.world.rank].numel()
         )
@@ -571,9 +570,9 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     @_operation
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, *, root: int = 0) -> Work:
         """Gather the tensors of all ranks on the root; they may differ in size."""
-        root = getattr(opts, "rootRank", opts if isinstance(opts, int) else root)
+        root = _root(opts, root)
         (tensor,) = _listed(inputs)
-        targets = [] if self.world.rank != root else outputs[0] if isinstance(outputs[0], (list, tuple)) else outputs
+        targets = _inner(outputs) if self.world.rank == root else []
         if targets:
             _check_size("gather", "the tensor of this rank in the list", tensor.numel(), targets[root].numel())
         finish = (lambda gathered: _scatter_to(gathered, targets)) if targets else None
@@ -582,11 +581,11 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     @_operation
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *, root: int = 0) -> Work:
         """Send each rank its tensor of the root's list; they may differ in size."""
-        root = getattr(opts, "rootRank", opts if isinstance(opts, int) else root)
+        root = _root(opts, root)
         (output,) = _listed(outputs)
         x, splits = None, None
         if self.world.rank == root:
-            tensors = inputs[0] if isinstance(inputs[0], (list, tuple)) else inputs
+            tensors = _inner(inputs)
             x, splits = _joined(tensors, moves=True), [tensor.numel() for tensor in tensors]
         out, finish = _target(output, flat=True, moves=True)
         return self._run("scatter", opts, [output], finish, x, root, self.world, splits, out)
@@ -719,6 +718,16 @@ def _all_of(calls: Sequence[Finish | None]) -> Finish | None:
 
 def _listed(tensors: Any) -> list[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _inner(tensors: Any) -> Sequence[torch.Tensor]:
+    """Return the list of tensors that c10d passes in a list, or without one."""
+    return tensors[0] if isinstance(tensors[0], (list, tuple)) else tensors
+
+
+def _root(opts: Any, root: int) -> int:
+    """Return the root in c10d's options, which may be the root itself; ``root`` if they have none."""
+    return int(getattr(opts, "rootRank", opts if isinstance(opts, int) else root))
 
 
 def _reduction(opts: Any, tensors: Sequence[torch.Tensor]) -> tuple[str | Monoid, float]:

@@ -124,11 +124,11 @@ class MpiStore(dist.Store):  # type: ignore[misc]
 
     @property
     def timeout(self) -> timedelta:
-        """The time-out of `get` and `wait`."""
+        """The timeout of `get` and `wait`."""
         return self._limit
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time-out of `get` and `wait`."""
+        """Set the timeout of `get` and `wait`."""
         self._limit = timeout
 
     def set(self, key: str, value: str | bytes) -> None:

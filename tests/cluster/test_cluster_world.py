@@ -108,7 +108,7 @@ world.barrier()
 
 @pytest.mark.parametrize("launcher", ["mpirun", "hpcdp launch"])
 def test_a_rank_that_fails_ends_the_job_on_all_hosts(two_hosts: Cluster, launcher: str) -> None:
-    """Where other ranks abort beside it, Open MPI 5's mpirun now and then waits for ever after the last has ended."""
+    """Open MPI 5's mpirun sometimes waits for ever after the last rank has ended, if other ranks abort beside it."""
     folder = two_hosts.folder / launcher
     folder.mkdir()
     program = [sys.executable, "-c", FAILS, str(folder)]

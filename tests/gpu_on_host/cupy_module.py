@@ -99,7 +99,7 @@ def _as_passed(arg: Any, parameter: str) -> np.ndarray:
 
 @functools.cache
 def _folder() -> Path:
-    """Where libraries are kept for all processes and later runs; `make clean` removes it."""
+    """The folder of libraries for all processes and later runs; `make clean` removes it."""
     folder = HERE.parents[1] / "build" / "cuda-on-host"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -107,7 +107,7 @@ def _folder() -> Path:
 
 @functools.cache
 def _compiler() -> str:
-    """What else decides what a source is compiled to."""
+    """Other inputs of the compilation, beside the source."""
     return _run(["g++", "-dumpfullversion", "-dumpmachine"], "") + (HERE / "cuda_on_host.h").read_text()
 
 

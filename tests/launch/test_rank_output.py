@@ -138,7 +138,7 @@ def test_on_a_terminal_lines_go_above_one_that_has_not_ended(terminal: tuple[int
 
 
 def rows_of(written: bytes) -> list[str]:
-    """What a terminal shows, its empty last rows left out."""
+    """Return the rows of a terminal without empty last rows."""
     rows, row, column = [""], 0, 0
     for part in re.findall(r"\x1b\[.|.", written.decode(), re.DOTALL):
         if part == "\x1b[A":
