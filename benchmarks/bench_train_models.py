@@ -95,11 +95,11 @@ def torch_step(pair: Pair, initial: list[np.ndarray], batches: list[Any]) -> Cal
         for param in net.parameters():
             if not param.requires_grad:
                 param.zero_()
-        learnt = [param for param in net.parameters() if param.requires_grad]
-        for param, values in zip(learnt, initial, strict=True):
+        learned = [param for param in net.parameters() if param.requires_grad]
+        for param, values in zip(learned, initial, strict=True):
             turned = values.ndim == 2 and param not in tables
             param.copy_(torch.from_numpy(values.T.copy() if turned else values))
-    optimizer = torch.optim.SGD(learnt, lr=_LR, momentum=_MOMENTUM, fused=True)
+    optimizer = torch.optim.SGD(learned, lr=_LR, momentum=_MOMENTUM, fused=True)
     tensors = [(torch.from_numpy(x.copy()), torch.from_numpy(y.reshape(-1).copy())) for x, y in batches]
     return training_step(net, optimizer, tensors)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 
 class _Anything(types.ModuleType):
-    """A module in which each capitalised name is a class, and each other one a module, or a decorator."""
+    """A module in which each capitalized name is a class, and each other one a module, or a decorator."""
 
     __path__: list[str] = []  # noqa: RUF012
 

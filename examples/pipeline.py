@@ -1,4 +1,4 @@
-"""LeNet cut into two stages on neighbouring ranks, which compute micro-batches at the same time.
+"""LeNet cut into two stages on neighboring ranks, which compute micro-batches at the same time.
 
     hpcdp launch -n 4 -- python examples/pipeline.py --epochs 5
 
@@ -28,7 +28,7 @@ def classifier():
 
 
 def accuracy(net, test_set):
-    """The share of test images that are recognised, on every rank."""
+    """The share of test images that are recognized, on every rank."""
     x, y = test_set[:]
     return float((net(x).data.argmax(axis=1) == y).mean())
 

@@ -1,9 +1,9 @@
-// Batch normalisation. As reference/normalisation.py: sums are in float64, of 16 bits those of a pack in float32
-// where a centre was subtracted, in an order that depends on the shape alone; what is done element by element has its
+// Batch normalization. As reference/normalization.py: sums are in float64, of 16 bits those of a pack in float32
+// where a center was subtracted, in an order that depends on the shape alone; what is done element by element has its
 // bits, of 16 bits those of its float32 rounded once. What has one element a channel is wide.
 //
 // Mean and variance come of one reading: of the sums of what is left of elements without a typical one of their channel
-// (`centre_of`), and of its squares. Those cancel harmlessly: where that one is k deviations from the mean, the variance
+// (`center_of`), and of its squares. Those cancel harmlessly: where that one is k deviations from the mean, the variance
 // loses a factor of k^2 of the precision of a pack's sums, float64, of 16 bits float32; k is at most the root of n.
 #include "common.cuh"
 #include "channels.cuh"
@@ -44,7 +44,7 @@ __device__ inline void sum_channels(const T* const (&from)[ARRAYS], const Shape&
 
 // What is subtracted of the elements of a channel before they are added up: the median of its first, middle and last
 // element, if that is a number. One that is far from all others, as a first one alone may be, is not it.
-template <class T> __device__ inline double centre_of(const T* x, const Shape& shape, Index channel) {
+template <class T> __device__ inline double center_of(const T* x, const Shape& shape, Index channel) {
     if (shape.batch * shape.size == 0) return 0;
     const Index middle = shape.batch / 2 * shape.channels * shape.size + shape.size / 2;
     const Index last = (shape.batch - 1) * shape.channels * shape.size + shape.size - 1;
@@ -55,18 +55,18 @@ template <class T> __device__ inline double centre_of(const T* x, const Shape& s
 }
 
 template <class Sum, class T>
-__device__ void sums_without(Sum centre, const T* __restrict__ x, const Shape& shape, double* partial) {
+__device__ void sums_without(Sum center, const T* __restrict__ x, const Shape& shape, double* partial) {
     sum_channels({x}, shape, partial, [&](const T (&of)[1]) {
-        const Sum each = Sum(widened(of[0])) - centre;
+        const Sum each = Sum(widened(of[0])) - center;
         return Two<Sum>{each, each * each};
     });
 }
 
-// The sums of the elements, or of what is left of them without their `centre_of`, and of the squares.
+// The sums of the elements, or of what is left of them without their `center_of`, and of the squares.
 template <class T>
-__device__ void channel_sums(const T* __restrict__ x, const Shape& shape, bool centred, double* partial) {
-    if (centred) {
-        sums_without<typename SumOf<T>::Type>(centre_of(x, shape, part_of(shape).channel), x, shape, partial);
+__device__ void channel_sums(const T* __restrict__ x, const Shape& shape, bool centered, double* partial) {
+    if (centered) {
+        sums_without<typename SumOf<T>::Type>(center_of(x, shape, part_of(shape).channel), x, shape, partial);
     } else {
         sums_without<double>(0, x, shape, partial);
     }
@@ -82,7 +82,7 @@ __device__ inline Two<double> sums_of_pieces(const double* partial, Index pieces
     return {block_sum(total.first), block_sum(total.second)};
 }
 
-// Mean and variance of centred sums, and the factor that `normalise` is given.
+// Mean and variance of centered sums, and the factor that `normalize` is given.
 template <class T, class Wide>
 __device__ void statistics(
     const T* x, const double* partial, const Wide* scale, Wide eps, Wide* mean, Wide* variance, Wide* factor,
@@ -92,7 +92,7 @@ __device__ void statistics(
     const Two<double> sums = sums_of_pieces(partial, pieces);
     if (threadIdx.x > 0) return;
     const double count = shape.batch * shape.size, off = sums.first / count, rest = sums.second / count - off * off;
-    mean[channel] = centre_of(x, shape, channel) + off;
+    mean[channel] = center_of(x, shape, channel) + off;
     variance[channel] = rest < 0 ? 0 : rest;  // by rounding
     factor[channel] = scale[channel] / sqrt(variance[channel] + eps);
 }
@@ -103,11 +103,11 @@ __device__ void gradient_sums(
     const T* __restrict__ gy, const T* __restrict__ x, const Wide* __restrict__ mean, const Shape& shape,
     double* partial
 ) {
-    const Wide centre = mean[part_of(shape).channel];
+    const Wide center = mean[part_of(shape).channel];
     sum_channels({gy, x}, shape, partial, [&](const T (&of)[2]) {
         typedef typename SumOf<T>::Type Sum;
         const Sum each = widened(of[0]);
-        return Two<Sum>{each, each * Sum(widened(of[1]) - centre)};
+        return Two<Sum>{each, each * Sum(widened(of[1]) - center)};
     });
 }
 
@@ -131,7 +131,7 @@ __device__ void channel_gradients(
 }
 
 template <class T, class Wide>
-__device__ void normalise(
+__device__ void normalize(
     const T* __restrict__ x, const Wide* __restrict__ mean, const Wide* __restrict__ factor,
     const Wide* __restrict__ shift, T* __restrict__ out, const Shape& shape
 ) {
@@ -140,9 +140,9 @@ __device__ void normalise(
     for_packs<N>(shape.batch * shape.channels * shape.size, aligned, [&](Index i, auto width) {
         constexpr int n = decltype(width)::value;
         const Index channel = i / shape.size % shape.channels;
-        const Wide centre = mean[channel], by = factor[channel], offset = shift[channel];
+        const Wide center = mean[channel], by = factor[channel], offset = shift[channel];
         auto pack = load<n>(x + i);
-        for (int k = 0; k < n; ++k) pack.at[k] = narrowed<T>((widened(pack.at[k]) - centre) * by + offset);
+        for (int k = 0; k < n; ++k) pack.at[k] = narrowed<T>((widened(pack.at[k]) - center) * by + offset);
         store(out + i, pack);
     });
 }
@@ -172,8 +172,8 @@ __device__ void gradient_of_input(
 }
 
 #define KERNELS(T, WIDE, NAME)                                                                                         \
-    extern "C" __global__ void channel_sums_##NAME(const T* x, bool centred, Shape shape, double* partial) {           \
-        channel_sums(x, shape, centred, partial);                                                                      \
+    extern "C" __global__ void channel_sums_##NAME(const T* x, bool centered, Shape shape, double* partial) {           \
+        channel_sums(x, shape, centered, partial);                                                                      \
     }                                                                                                                  \
     extern "C" __global__ void statistics_##NAME(                                                                      \
         const T* x, const double* partial, const WIDE* scale, WIDE eps, WIDE* mean, WIDE* variance, WIDE* factor,      \
@@ -192,10 +192,10 @@ __device__ void gradient_of_input(
     ) {                                                                                                                \
         channel_gradients(partial, scale, variance, eps, dscale, dshift, of_channels, count, pieces);                  \
     }                                                                                                                  \
-    extern "C" __global__ void normalise_##NAME(                                                                       \
+    extern "C" __global__ void normalize_##NAME(                                                                       \
         const T* x, const WIDE* mean, const WIDE* factor, const WIDE* shift, T* out, Shape shape                       \
     ) {                                                                                                                \
-        normalise(x, mean, factor, shift, out, shape);                                                                 \
+        normalize(x, mean, factor, shift, out, shape);                                                                 \
     }                                                                                                                  \
     extern "C" __global__ void gradient_of_input_##NAME(                                                               \
         const T* gy, const T* x, const WIDE* mean, const WIDE* of_channels, T* dx, Shape shape                         \

@@ -16,7 +16,7 @@ __device__ inline Part part_of(const Shape& shape) {
 }
 
 // Calls `body(place of its first element, packs of all arrays)` for this thread's packs of N of its block's channel. The
-// threads of all pieces take neighbouring packs; the place in a plane is kept, not divided for. Several packs are
+// threads of all pieces take neighboring packs; the place in a plane is kept, not divided for. Several packs are
 // loaded before the first of them is used, as many as leave room for other threads, which add up meanwhile.
 template <int N, int ARRAYS, class T, class Body>
 __device__ inline void for_packs_of_thread(

@@ -101,7 +101,7 @@ template <int N> struct Width {
 };
 
 // Calls `body(first element, Width<N>)` for whole packs, then `body(element, Width<1>)` for what is left, or for all
-// elements if `aligned` says that an array begins within a pack. Neighbouring threads take neighbouring packs.
+// elements if `aligned` says that an array begins within a pack. Neighboring threads take neighboring packs.
 template <int N, class Body> __device__ inline void for_packs(Index count, bool aligned, Body body) {
     const Index packs = aligned ? count / N : 0;
     for (Index pack = this_thread(); pack < packs; pack += all_threads()) body(pack * N, Width<N>());
@@ -157,7 +157,7 @@ __device__ inline void for_same_packs(const T* x, Index count, Index thread, Ind
     for (Index i = packs * N; i < count; ++i) body(i, load<1>(x + i));
 }
 
-// `combined`, which is the same both ways, of the values of `lanes` neighbouring threads, in a fixed order, returned to
+// `combined`, which is the same both ways, of the values of `lanes` neighboring threads, in a fixed order, returned to
 // all of them; all threads of the block must call it. `lanes` must be a power of two, at most THREADS.
 template <class T, class Combined> __device__ inline T among_lanes(T value, int lanes, Combined combined) {
     const int within_warp = lanes < WARP ? lanes : WARP;

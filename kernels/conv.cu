@@ -6,7 +6,7 @@
 #include "windows.cuh"
 
 // Patches: row (channel, place in the window), column (image, position). A thread has one position in a plane, and
-// writes all places of it; neighbouring threads write along a row.
+// writes all places of it; neighboring threads write along a row.
 template <class T>
 __device__ void unfold(const T* __restrict__ x, T* __restrict__ columns, const Windows& w, Index channels) {
     const Index positions = Index(w.out_height) * w.out_width, width = w.planes / channels * positions;

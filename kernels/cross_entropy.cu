@@ -16,7 +16,7 @@ template <int N, class T> __device__ inline Pack<T, N> read_row(const T* x, Inde
     return pack;
 }
 
-// `lanes` neighbouring threads have a row, so that short rows share a block; see `among_lanes`.
+// `lanes` neighboring threads have a row, so that short rows share a block; see `among_lanes`.
 template <class T, class Wide>
 __device__ void softmax_cross_entropy(
     const T* __restrict__ logits, const Index* __restrict__ labels, Wide* __restrict__ chances,

@@ -4,7 +4,7 @@
 #include "common.cuh"
 #include "channels.cuh"
 
-// `y` has `count` elements, `size` neighbouring ones of each channel. A pack may lie in several channels.
+// `y` has `count` elements, `size` neighboring ones of each channel. A pack may lie in several channels.
 template <class T>
 __device__ void add_bias(
     T* __restrict__ y, const T* __restrict__ bias, Index count, Index channels, Index size, bool relu
@@ -71,7 +71,7 @@ __device__ void bias_gradient_of_images(
 
 enum { COLUMNS = 16 };  // of a block, cuda/elementwise.py says so, too: 32 bytes of float16, which memory gives at once
 
-// The same of rows: neighbouring threads have the columns of a row, and a block's pieces those rows between the others.
+// The same of rows: neighboring threads have the columns of a row, and a block's pieces those rows between the others.
 template <class T>
 __device__ void bias_gradient_of_rows(
     const T* __restrict__ gy, const T* __restrict__ y, T* __restrict__ dx, const Shape& shape, bool relu,

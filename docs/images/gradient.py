@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
-BLUE, ORANGE, GREY = "#4C78A8", "#F58518", "#666666"
+BLUE, ORANGE, GRAY = "#4C78A8", "#F58518", "#666666"
 STEPS = {50.5: "1  backward", 33: "2  reduce in\n    the node", 20: "3  rails between\n    the nodes", 7: "4  update"}
 
 figure, axes = plt.subplots(figsize=(9, 5.4), dpi=110)
@@ -45,12 +45,12 @@ for node, x in enumerate((22, 63)):
         middle = left + 6
         arrow((middle, 43.6), (middle, 36.2), color)
         box(left, 32, color, f"g{first} + g{second}")
-        text(middle, 30.6, f"by rank {owner}", 7, GREY)
+        text(middle, 30.6, f"by rank {owner}", 7, GRAY)
         arrow((middle, 29.4), (middle, 22.6), color)
         box(left, 18, color, "sum of all 4", 0.6)
         arrow((middle, 17.6), (middle, 10.2), color)
         box(left, 6, color, "new weights", 0.9)
-    text(x + 20.5, 4.3, "one copy a node, read by both ranks", 7, GREY)
+    text(x + 20.5, 4.3, "one copy a node, read by both ranks", 7, GRAY)
 arrow((36, 26.6), (77, 26.6), BLUE, "<|-|>")
 text(59, 27.9, "rail 0", 8, BLUE)
 arrow((49, 24.4), (90, 24.4), ORANGE, "<|-|>")

@@ -65,7 +65,7 @@ def is_recording() -> bool:
 
 
 def is_training() -> bool:
-    """Return whether layers of this thread train: dropout drops, batch normalisation uses batch statistics."""
+    """Return whether layers of this thread train: dropout drops, batch normalization uses batch statistics."""
     return modes.training
 
 

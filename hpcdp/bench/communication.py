@@ -103,7 +103,7 @@ class PairExchange:
     window: int
 
     def __post_init__(self) -> None:
-        self._acknowledgement = np.zeros(1, np.uint8)
+        self._acknowledgment = np.zeros(1, np.uint8)
 
     def refresh(self, iteration: int) -> None:
         """See `Candidate`."""
@@ -123,10 +123,10 @@ class PairExchange:
             return time.perf_counter_ns() - begin
         if first:
             self._finish([self._send() for _ in range(self.window)])
-            self._finish([self.messages.receive(self._acknowledgement, self.peer)])
+            self._finish([self.messages.receive(self._acknowledgment, self.peer)])
         else:
             self._finish([self._receive() for _ in range(self.window)])
-            self._finish([self.messages.send(self._acknowledgement, self.peer)])
+            self._finish([self.messages.send(self._acknowledgment, self.peer)])
         return time.perf_counter_ns() - begin
 
     def wrong(self, iteration: int) -> int:

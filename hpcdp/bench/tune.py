@@ -227,7 +227,7 @@ class _NodeStaging:
     def copied_and_reduced_s(self, nbytes: int) -> tuple[float, float]:
         """Return the seconds to copy ``nbytes`` bytes, and to reduce as many into an array of this rank.
 
-        Half of the bytes are copied to the area, and half from the area of a neighbour.
+        Half of the bytes are copied to the area, and half from the area of a neighbor.
         """
         mine, written = self._rows[self._memory.rank]
         other = self._rows[(self._memory.rank + 1) % self._memory.size, 0]

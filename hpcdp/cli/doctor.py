@@ -396,7 +396,7 @@ def check_shared_memory() -> Finding:
         status, said = child([sys.executable, "-c", opener, str(owner.pid), descriptor])
         owner.stdin.close()
     if status != 0:
-        return warning(f"a process cannot open its neighbour's memory: {said}", remedy)
+        return warning(f"a process cannot open its neighbor's memory: {said}", remedy)
     return ok("processes can open each other's memory through /proc/PID/fd")
 
 

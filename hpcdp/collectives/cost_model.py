@@ -12,7 +12,7 @@ Rabenseifner and Gropp, "Optimization of collective communication operations in 
 - Long arrays are sent in segments. One is reduced while another is on the network, so every segment after the first
   adds the time of the slowest stage, while unsegmented algorithms add up all stages.
 
-Ranks are assumed to be placed node by node, so neighbours in a ring are mostly on one node.
+Ranks are assumed to be placed node by node, so neighbors in a ring are mostly on one node.
 
 In the formulas n is the number of ranks, m of nodes, and S the bytes of the whole array (for an allgather: of all
 shards).
@@ -196,7 +196,7 @@ def _load(source: np.ndarray, dest: np.ndarray, topology: Topology) -> Load:
 
 
 @lru_cache
-def neighbours(topology: Topology) -> Load:
+def neighbors(topology: Topology) -> Load:
     """Return the load of a ring step: a message from every rank to the next."""
     ranks = np.arange(topology.ranks)
     return _load(ranks, np.roll(ranks, -1), topology)
@@ -270,7 +270,7 @@ def _moving(of: MachineModel) -> MachineModel:
 def _ring_reduce_scatter(nbytes: float, on: Topology, of: MachineModel) -> Cost:
     """(n - 1) (alpha + S / n (beta + gamma)) (Patarasu and Yuan, 2009, section 3)."""
     part = nbytes / on.ranks
-    return (on.ranks - 1) * (neighbours(on).cost(part, of) + _reduced(part, of))
+    return (on.ranks - 1) * (neighbors(on).cost(part, of) + _reduced(part, of))
 
 
 def _ring_allgather(nbytes: float, on: Topology, of: MachineModel) -> Cost:

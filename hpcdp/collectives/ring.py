@@ -2,7 +2,7 @@
 
 A ring sends as few bytes as possible, over one link per rank. The array is cut into n chunks. Chunk i starts at
 position i and goes around once, while every rank adds its own, so it is complete at position i - 1. Another round
-distributes it. Every rank sends to one neighbour only and receives from the other, and all links are always in use::
+distributes it. Every rank sends to one neighbor only and receives from the other, and all links are always in use::
 
         0 --> 1          step 1: position p sends chunk p and adds its own chunk p - 1 to the one it receives
         ^     |          step 2: it sends that sum, chunk p - 1, on
@@ -14,7 +14,7 @@ Sent per rank, for S bytes: n - 1 messages and (n - 1) / n S for each of reduce-
 Source: Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 
 Several rings each carry a share of the array. Two directions of one ring use both directions of every link between
-neighbours. A machine whose links form several disjoint rings, such as eight GPUs with
+neighbors. A machine whose links form several disjoint rings, such as eight GPUs with
 
     0-1-2-3-4-5-6-7   and   0-3-5-2-4-7-1-6
 

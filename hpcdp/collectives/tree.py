@@ -58,7 +58,7 @@ SEGMENT_NBYTES = MESSAGE_NBYTES
 
 @dataclass(frozen=True)
 class TreePlace:
-    """A rank's neighbours in a tree."""
+    """A rank's neighbors in a tree."""
 
     parent: int | None
     """The parent; None for the root."""

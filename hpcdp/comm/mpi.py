@@ -399,7 +399,7 @@ class MpiCommunicator:
                 MpiRequest(request, x).wait()
 
     def takes_note(self, error: Exception) -> bool:
-        """See `Communicator.takes_note`; uses ULFM's acknowledgement of failed processes."""
+        """See `Communicator.takes_note`; uses ULFM's acknowledgment of failed processes."""
         if not isinstance(error, MPI.Exception) or error.Get_error_class() not in _DEATHS:
             return False
         self.mpi.Ack_failed()  # allows receives from any source again

@@ -194,7 +194,7 @@ LINE_NUMBERS = 8
 
 
 class NodeMemory(Protocol):
-    """Memory that the ranks of one node share; of size 1 for a rank without neighbours."""
+    """Memory that the ranks of one node share; of size 1 for a rank without neighbors."""
 
     rank: int
     size: int

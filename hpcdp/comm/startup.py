@@ -161,7 +161,7 @@ def warn_of_few_descriptors(ranks: int, limit: int) -> None:
     """Print one line if this rank may open fewer files than MPI needs: libraries then end without a message.
 
     Args:
-        ranks: the number of ranks of the job; each is connected to its neighbours in some trees.
+        ranks: the number of ranks of the job; each is connected to its neighbors in some trees.
         limit: the number of files that this process may open.
     """
     needed = _OPEN_FILES + 2 * max(1, ranks - 1).bit_length()

@@ -200,7 +200,7 @@ class Watchdog:
         self._everyone = [Member(*fields) for fields in world.comm.allgather_json(mine)]
         self._visible = [member for member in self._everyone if member.host == host and member.state != "X"]
         """Members whose processes are visible in /proc."""
-        self._neighbours = world.node_comm.allgather_json(world.rank) if world.node_memory.size > 1 else [world.rank]
+        self._neighbors = world.node_comm.allgather_json(world.rank) if world.node_memory.size > 1 else [world.rank]
         self._seen = world.node_memory.alloc((world.node_memory.size,), np.int64)
         self._within = world.node_memory.alloc((world.node_memory.size,), np.int64)
         """The number of the collective call in which each rank of the node waits; 0 for none."""
@@ -210,12 +210,12 @@ class Watchdog:
         self._shown: int | None = None
         """The number of calls at which this rank has printed its stack for ranks of other nodes."""
         self._asked_for_stacks: int | None = None
-        """The number of the call in which this rank has asked its neighbours for their stacks."""
-        self._strangers = sorted(set(range(world.size)) - set(self._neighbours))
+        """The number of the call in which this rank has asked its neighbors for their stacks."""
+        self._strangers = sorted(set(range(world.size)) - set(self._neighbors))
         exchange, own = exchange_of(world.comm), weakref.ref(self)
 
         about, differs, begun = (_weak(method) for method in (self._about, self._differs, self._begun))
-        self._different = DifferentCalls(world.node_memory, self._neighbours, begun)
+        self._different = DifferentCalls(world.node_memory, self._neighbors, begun)
         asks = world.concurrent and self._strangers
         self._roll = RollCall(world.comm.duplicate(), self._look_s, about, differs) if asks else None
 
@@ -442,7 +442,7 @@ class Watchdog:
         waits = self._waits()
         stopped = {member.rank for member in self._visible if member.state in "XTt"}
         here = self._memory.rank
-        if any(self._within[below] == waits and self._neighbours[below] not in stopped for below in range(here)):
+        if any(self._within[below] == waits and self._neighbors[below] not in stopped for below in range(here)):
             return False
         if self._roll is None or self._roll.is_wanted(waits):
             return True
@@ -471,7 +471,7 @@ class Watchdog:
     def _ask_for_stacks(self, missing: Mapping[int, str]) -> None:
         """Signal late ranks of this node to print their stacks; ranks of other nodes do so in the roll call."""
         for member in self._visible:
-            late = member.rank in self._neighbours and missing.get(member.rank) == LATE
+            late = member.rank in self._neighbors and missing.get(member.rank) == LATE
             if late and member.shows_stacks and member.state != "X":
                 self._say(f"{member} shows its stack, too")
                 with contextlib.suppress(OSError):
@@ -518,7 +518,7 @@ class Watchdog:
     def _ended_ranks(self) -> dict[int, tuple[int, str]]:
         """Return, for each rank that makes no more calls, the number that it has begun, and the reason."""
         left = {} if self._roll is None else {rank: (begun, LEFT) for rank, begun in self._roll.left.items()}
-        seen = zip(self._neighbours, self._seen_calls(), strict=True)
+        seen = zip(self._neighbors, self._seen_calls(), strict=True)
         return left | {rank: (begun, why) for rank, (begun, why) in seen if why != LATE}
 
     def _answer_for(self, limit_s: float, enough: Callable[[], bool]) -> None:
@@ -568,7 +568,7 @@ class Watchdog:
         behind = call[2] if len(call) > 2 else None
         seen = self._seen_calls()
         late = (here for here, (begun, _) in enumerate(seen) if begun < self.calls) if behind is None else behind()
-        missing = {self._neighbours[here]: seen[here][1] for here in late}
+        missing = {self._neighbors[here]: seen[here][1] for here in late}
         missing.pop(self._comm.rank, None)
         left = self._roll.left if self._roll else {}
         return missing | {rank: LEFT for rank, calls in left.items() if calls < self.calls}
@@ -601,7 +601,7 @@ class Watchdog:
         if missing.named:
             said = [f"{self._everyone[rank]} {why}" for rank, why in missing.named.items()][:_MOST_NAMES]
             return listed(said, len(said)) + (f" and {more} more" if (more := missing.total - len(said)) > 0 else "")
-        if self._roll is not None or len(self._neighbours) == self._comm.size:
+        if self._roll is not None or len(self._neighbors) == self._comm.size:
             return "all ranks have come, and their calls may differ"
         return "the ranks of this node have come; see what those of others report"
 

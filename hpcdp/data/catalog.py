@@ -1,7 +1,7 @@
 """Data sets by name: their download, and the digits set in the package.
 
-Files are in ``ROOT/NAME/``, where ROOT is ``HPCDP_DATA_DIR``, else ``~/.cache/hpcdp/data``. Licences: digits CC BY 4.0,
-MNIST CC BY-SA 3.0 (LeCun, Cortes and Burges), Fashion-MNIST MIT (Zalando SE, 2017). CIFAR-10 states no licence and asks
+Files are in ``ROOT/NAME/``, where ROOT is ``HPCDP_DATA_DIR``, else ``~/.cache/hpcdp/data``. Licenses: digits CC BY 4.0,
+MNIST CC BY-SA 3.0 (LeCun, Cortes and Burges), Fashion-MNIST MIT (Zalando SE, 2017). CIFAR-10 states no license and asks
 to cite Krizhevsky 2009. The plays of Shakespeare are in the public domain.
 
 The digits are "Optical Recognition of Handwritten Digits", E. Alpaydin and C. Kaynak, 1998, UCI Machine Learning

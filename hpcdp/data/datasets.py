@@ -115,7 +115,7 @@ Index = int | np.integer | slice | np.ndarray
 
 
 class Dataset(abc.ABC):
-    """Labelled samples, numbered from 0. Reading must be thread-safe."""
+    """Labeled samples, numbered from 0. Reading must be thread-safe."""
 
     num_classes: int | None = None
     """Number of classes if labels are 0 to ``num_classes - 1``, else None."""
@@ -446,7 +446,7 @@ def read_csv(
         DataError: the file is missing, empty or damaged; rows differ in length; a field is not a number or overflows
             float32 (``inf`` and ``nan`` are numbers); the label column does not exist, or labels do not fit
             ``label_dtype``; ``sample_shape`` does not fit; or a file read in parts ends lines with a carriage return
-            alone. The error names line and column in the file, both counted from 1. It recognises header rows.
+            alone. The error names line and column in the file, both counted from 1. It recognizes header rows.
     """
     whole_number("read csv", "skip_rows", skip_rows, 0)
     part_of("read csv", num_parts, part_index)

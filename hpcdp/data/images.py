@@ -35,7 +35,7 @@ def resize(images: np.ndarray, image_size: int | None) -> np.ndarray:
     """Enlarge images to ``image_size``: bilinearly by the largest integer factor that fits, then by zero padding.
 
     An 8x8 image becomes 24x24 in the middle of 28x28; a 28x28 image in 32x32 is not scaled. Samples are at pixel
-    centres and the border is repeated (``align_corners=False`` of other libraries).
+    centers and the border is repeated (``align_corners=False`` of other libraries).
 
     Args:
         images: shape ``(..., height, width)``, square, float32.

@@ -176,10 +176,10 @@ class DeterministicReduction(HierarchicalReduction):
         size, own = ranks.world.size, ranks.world.rank
         runs = [run_of(num, rank, size) for rank in range(size)]
         self.own_virtual_shards = runs[own]
-        neighbours = ranks.world.node_comm.allgather_json(own) if self.memory.size > 1 else [own]
-        self._of_local = [cover(root, runs[rank]) for rank in neighbours]
+        neighbors = ranks.world.node_comm.allgather_json(own) if self.memory.size > 1 else [own]
+        self._of_local = [cover(root, runs[rank]) for rank in neighbors]
         """Tree nodes whose sums each rank of this machine holds at the end of its run."""
-        together = [leaf for rank in neighbours for leaf in runs[rank]]
+        together = [leaf for rank in neighbors for leaf in runs[rank]]
         held = [] if self._rail is None else self._rail.allgather_json(cover(root, together))
         self._held: list[list[Node]] = [[(first, end) for first, end in nodes] for nodes in held]
         """Tree nodes that each machine of the rail holds."""

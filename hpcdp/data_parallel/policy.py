@@ -36,7 +36,7 @@ class Policy:
             ones.
         nonfinite: for a summed gradient with a NaN or an infinity. ``"ignore"``: no check, at no cost. ``"count"``:
             count it in ``trainer.num_nonfinite``. ``"skip"``: count it, and skip the update; the running statistics of
-            batch normalisation have moved in forward already, except with ``reproducible``. ``"raise"``: raise a
+            batch normalization have moved in forward already, except with ``reproducible``. ``"raise"``: raise a
             NonFiniteGradientError.
 
     Raises:

@@ -161,7 +161,7 @@ def share_over_parts(params: Sequence[Parameter], world: World, compression: Com
 
     Raises:
         ConfigError: parameters are cut, and ``world`` is not the ranks with the same parts; or the codec's result for
-            an element depends on its neighbours.
+            an element depends on its neighbors.
         MismatchError: ranks with other parts have other parameters.
     """
     comm = world.part_comm
@@ -282,7 +282,7 @@ def _is_near(value: float, expected: float) -> bool:
 
 
 _REMEDY = (
-    "give initialisers a seed, or a `generator`, on all ranks; or call the network once, on one sample, before making "
+    "give initializers a seed, or a `generator`, on all ranks; or call the network once, on one sample, before making "
     "its Trainer"
 )
 
@@ -290,7 +290,7 @@ _REMEDY = (
 class Waiting:
     """A Trainer whose parameters have no shapes yet, with the gradients that backward writes until it is made.
 
-    All ranks begin with the same values, as with any Trainer: random initialisers with a ``generator`` get the state of
+    All ranks begin with the same values, as with any Trainer: random initializers with a ``generator`` get the state of
     rank 0's generator, so that the first forward draws the same values on all ranks.
 
     Args:
@@ -385,7 +385,7 @@ def _digest(values: Any) -> int:
 
 
 def _share_generators(late: Sequence[Deferred], comm: Communicator) -> None:
-    """Set the generators of the initialisers of ``late`` to the states of rank 0; every rank must call."""
+    """Set the generators of the initializers of ``late`` to the states of rank 0; every rank must call."""
     by_id = {id(made): made for made in (getattr(param.initial, "generator", None) for param in late)}
     generators = [made for made in by_id.values() if isinstance(made, np.random.Generator)]
     states = [generator.bit_generator.state for generator in generators]

@@ -1,6 +1,6 @@
 """Compute kernels, in three families, and the choice of the module for an array.
 
-The families are `networks` (elementwise operations, normalisation, sequences), `convolution` (and pooling) and
+The families are `networks` (elementwise operations, normalization, sequences), `convolution` (and pooling) and
 `gradients` (sums, norms, updates, compression).
 
 - `reference` has the plain implementations, in operations that NumPy and CuPy share. They are the specification.

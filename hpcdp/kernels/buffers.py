@@ -69,7 +69,7 @@ _blocks = _Blocks()
 
 
 def empty(shape: tuple[int, ...], dtype: Any, xp: Any = np) -> Array:
-    """Return an uninitialised C-contiguous array of namespace ``xp``, on the host in reused memory.
+    """Return an uninitialized C-contiguous array of namespace ``xp``, on the host in reused memory.
 
     In other namespaces this is ``xp.empty``, because devices have memory pools of their own.
     """

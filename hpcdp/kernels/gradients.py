@@ -8,11 +8,11 @@ accumulated in float32 and rounded once. Norms are equal up to rounding in float
 several vectors; their order depends only on the compiled code and the number of elements.
 
 A block is accumulated in a small buffer before it is written: reading and writing one array in a loop defeats LLVM's
-alias check and vectorisation (5 instead of 52 GB/s). Functions that kernels call are ``inline="always"``: compiling
+alias check and vectorization (5 instead of 52 GB/s). Functions that kernels call are ``inline="always"``: compiling
 them within the kernels takes 0.7 of the time.
 
 Updates, in one pass over memory, have the reference's bits. Without fastmath LLVM can neither contract a multiplication
-and an addition nor reorder. The vectorised body of a loop and its scalar tail therefore round alike, and any split of
+and an addition nor reorder. The vectorized body of a loop and its scalar tail therefore round alike, and any split of
 the arrays gives the same bits (measured: no slower, the loops wait for memory). ``reduce_*`` sum a block, in the order
 of the ranks, into a buffer in the L1 cache, and apply the plain update to it: the operations of `combine` and the
 update, so the same bits. A shard is one call: separate calls for blocks of 256 KiB took 102 to 149 us for 1 MB on 2
@@ -660,7 +660,7 @@ def encode_float16(grad, residual, halves):  # type: ignore[no-untyped-def]
 
 @kernel()
 def encode_bfloat16(grad, residual, halves):  # type: ignore[no-untyped-def]
-    """See `reference.encode_bfloat16`; block by block, so that the search for NaNs is vectorised."""
+    """See `reference.encode_bfloat16`; block by block, so that the search for NaNs is vectorized."""
     for first in range(0, grad.size, BLOCK):
         part = slice(first, min(first + BLOCK, grad.size))
         _encode_bfloat16(grad[part], residual[part], halves[part])

@@ -1,4 +1,4 @@
-"""Numba kernels of networks: elementwise operations, casts, normalisation, sequences.
+"""Numba kernels of networks: elementwise operations, casts, normalization, sequences.
 
 Functions have the names and arguments of `reference`, and are its own where NumPy is as fast: sums, ReLU,
 cross-entropy. Without fastmath, operations round as NumPy's own.
@@ -6,10 +6,10 @@ cross-entropy. Without fastmath, operations round as NumPy's own.
 - Chains of operations are known only when a network is planned, too late to compile a kernel for each. `run_chain`
   therefore interprets a chain: all operations for a block that stays in the L1 cache, then the next block.
 - Casts take 1-D contiguous arrays that do not overlap; 16-bit floats are passed as their bits in uint16.
-- Sums of batch and layer normalisation, over a plane or a row, and of sequences run in as many lanes as a vector
+- Sums of batch and layer normalization, over a plane or a row, and of sequences run in as many lanes as a vector
   register has (``reassoc``). Their order is the same in every run, because those loops store nothing. Sums of planes
   are added in float64.
-- Loops of an LSTM write one array each: with more the compiler would not vectorise, because it would need too many
+- Loops of an LSTM write one array each: with more the compiler would not vectorize, because it would need too many
   alias checks.
 """
 
@@ -436,8 +436,8 @@ def channel_sums(x, sums):  # type: ignore[no-untyped-def]
 
 
 @_kernel(lambda f: (f[:, :, ::1], f[::1], f[::1], UniTuple(f[::1], 2), f[:, :, ::1], float64))
-def normalise(x, scale, shift, saved, out, eps):  # type: ignore[no-untyped-def]
-    """See `reference.normalise`."""
+def normalize(x, scale, shift, saved, out, eps):  # type: ignore[no-untyped-def]
+    """See `reference.normalize`."""
     batch, channels, size = x.shape
     for c in range(channels):
         mean = saved[0][c]
@@ -548,8 +548,8 @@ def causal_shift(scores, factor):  # type: ignore[no-untyped-def]
 
 
 @float_kernel(lambda f: (f[:, :, ::1],), fastmath=_LANES)
-def normalise_rows(chances):  # type: ignore[no-untyped-def]
-    """See `reference.normalise_rows`."""
+def normalize_rows(chances):  # type: ignore[no-untyped-def]
+    """See `reference.normalize_rows`."""
     for n in range(chances.shape[0]):
         for i in range(chances.shape[1]):
             row = chances[n, i]

@@ -4,7 +4,7 @@ They are the specification for tests of the compiled kernels, and compute for ar
 in `networks`, `convolution` and `gradients` and the CUDA kernels in `cuda.kernels` have the same names and arguments.
 Results are written into the given arrays, which must not overlap with the operands unless stated.
 
-Networks: elementwise operations, normalisation, sequences, convolution and pooling. Arrays have one float dtype. Casts
+Networks: elementwise operations, normalization, sequences, convolution and pooling. Arrays have one float dtype. Casts
 and scaling take 1-D contiguous arrays; 16-bit numbers are passed as their bits in uint16. Casts to 16 bits round to
 nearest, ties to even (IEEE 754, section 4.3.1). Too large values become infinite, subnormals are kept, and a NaN stays
 NaN. Sequences are contiguous, ``(batch, time, features)``. Additions to one row of a table are made in the given order,
@@ -214,7 +214,7 @@ def scale_into(x: Array, factor: float, out: Array) -> None:
 
 
 def batch_norm(x: Array, scale: Array, shift: Array, out: Array, saved: tuple[Array, Array], eps: float) -> None:
-    """Apply batch normalisation (Ioffe and Szegedy 2015, algorithm 1) over all axes but the second.
+    """Apply batch normalization (Ioffe and Szegedy 2015, algorithm 1) over all axes but the second.
 
     ``x`` and ``out`` have the shape ``(batch, channels, positions)``. All else has the shape ``(channels,)``: ``scale``
     (gamma), ``shift`` (beta), and ``saved``, which receives the mean and the biased variance.
@@ -222,9 +222,9 @@ def batch_norm(x: Array, scale: Array, shift: Array, out: Array, saved: tuple[Ar
     xp = array_namespace(x, scale)
     mean, variance = saved
     mean[...] = x.mean(axis=(0, 2))
-    centred = x - mean[:, None]
-    variance[...] = (centred * centred).mean(axis=(0, 2))
-    out[...] = centred * (scale / xp.sqrt(variance + eps))[:, None] + shift[:, None]
+    centered = x - mean[:, None]
+    variance[...] = (centered * centered).mean(axis=(0, 2))
+    out[...] = centered * (scale / xp.sqrt(variance + eps))[:, None] + shift[:, None]
 
 
 def batch_norm_gradients(
@@ -254,7 +254,7 @@ def channel_sums(x: Array, sums: Array) -> None:
     sums[1] = (doubles * doubles).sum(axis=(0, 2))
 
 
-def normalise(x: Array, scale: Array, shift: Array, saved: tuple[Array, Array], out: Array, eps: float) -> None:
+def normalize(x: Array, scale: Array, shift: Array, saved: tuple[Array, Array], out: Array, eps: float) -> None:
     """Apply `batch_norm` with the mean and variance ``saved``; changes ``out``."""
     xp = array_namespace(x, scale)
     mean, variance = saved
@@ -283,15 +283,15 @@ def gradient_of_input(
 
 
 def layer_norm(x: Array, scale: Array, shift: Array, out: Array, saved: tuple[Array, Array], eps: float) -> None:
-    """Normalise each row by its own mean and variance (Ba, Kiros and Hinton 2016), times ``scale``, plus ``shift``.
+    """Normalize each row by its own mean and variance (Ba, Kiros and Hinton 2016), times ``scale``, plus ``shift``.
 
     ``x`` and ``out`` are ``(rows, features)``; ``saved`` receives each row's mean and inverse deviation, ``(rows,)``.
     """
     xp = array_namespace(x, scale)
     mean = x.mean(axis=1)
-    centred = x - mean[:, None]
-    inverse = 1.0 / xp.sqrt((centred * centred).mean(axis=1) + eps)
-    out[...] = centred * inverse[:, None] * scale + shift
+    centered = x - mean[:, None]
+    inverse = 1.0 / xp.sqrt((centered * centered).mean(axis=1) + eps)
+    out[...] = centered * inverse[:, None] * scale + shift
     saved[0][...], saved[1][...] = mean, inverse
 
 
@@ -323,7 +323,7 @@ def causal_shift(scores: Array, factor: float) -> None:
     scores -= scores.max(axis=-1, keepdims=True)
 
 
-def normalise_rows(chances: Array) -> None:
+def normalize_rows(chances: Array) -> None:
     """Divide each row of ``chances``, ``(matrices, time, time)``, by its sum, in place."""
     chances /= chances.sum(axis=-1, keepdims=True)
 

@@ -481,7 +481,7 @@ def _move(firsts, ends, longest, board, direct, staging, counters, state, kind, 
                 any_direct |= addresses[rank] != 0
         if state[PHASE] == 1:
             for distance in range(n):
-                rank = (me + distance) % n  # ranks read from different neighbours at a time
+                rank = (me + distance) % n  # ranks read from different neighbors at a time
                 first, begin = firsts[rank], ends[rank]
                 size = ends[rank + 1] - begin
                 if any_direct and addresses[rank] != 0 and rank != me:
@@ -629,7 +629,7 @@ def _stage(x, staging, ends, me, piece):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def _sum(x, out, in_place, total, staging, ends, me, piece):  # type: ignore[no-untyped-def]
-    # A loop that reads and writes one array by two names is not vectorised: hence `in_place`, and blocks in the L1
+    # A loop that reads and writes one array by two names is not vectorized: hence `in_place`, and blocks in the L1
     # cache.
     n = staging.shape[1]
     begin, end = _span(ends, me, piece, staging.shape[2] // n)

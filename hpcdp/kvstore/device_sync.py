@@ -68,7 +68,7 @@ class GpuKey:
         """Event after the last update, which read the row."""
         self.rounds = 0
         self._name, self._memory = name, world.node_memory
-        self._neighbours = world.node_comm.allgather_json(world.rank)
+        self._neighbors = world.node_comm.allgather_json(world.rank)
         self._milestones = ProgressCounters(world.node_memory)
         self._rates = world.node_memory.alloc((world.node_memory.size,), np.float64)
 
@@ -89,7 +89,7 @@ class GpuKey:
         self._milestones.post(_milestone(number, _RATES_READ))
         at = next((at for at, rate in enumerate(rates) if rate != rates[0]), None)
         if at is not None:
-            got = f"{rates[0]:g} on rank {self._neighbours[0]}, {rates[at]:g} on rank {self._neighbours[at]}"
+            got = f"{rates[0]:g} on rank {self._neighbors[0]}, {rates[at]:g} on rank {self._neighbors[at]}"
             raise MismatchError("push", where=self._name, expected="the same learning rate on all ranks", got=got)
 
 

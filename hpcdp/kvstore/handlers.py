@@ -289,7 +289,7 @@ class Table:
         self._memory = memory
         self._locks = NodeLocks(group.node_comm if shares else None)
         self._num_locks = 0
-        self.neighbours: list[int] = group.node_comm.allgather_json(group.rank) if shares else [group.rank]
+        self.neighbors: list[int] = group.node_comm.allgather_json(group.rank) if shares else [group.rank]
         self.strangers: Communicator | None = None
         """Communicator with other nodes, which records dead ranks; None on one node."""
         self._last_check = 0.0
@@ -467,7 +467,7 @@ class Table:
 
     def gone(self) -> list[int]:
         """Return the ranks of this node that have died."""
-        return [self.neighbours[local] for local in self._locks.gone() if not self._left[local]]
+        return [self.neighbors[local] for local in self._locks.gone() if not self._left[local]]
 
 
 def take(item: Item, cell: ShmValue, rank: int, count: int) -> int:

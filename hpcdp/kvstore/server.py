@@ -373,7 +373,7 @@ class Server:
             _busy.add(self)
 
     def _count_left(self, store: int, rank: int) -> None:
-        """Record that ``rank`` has left: this one, or a neighbour in the tree."""
+        """Record that ``rank`` has left: this one, or a neighbor in the tree."""
         with self._counting:
             left = self._left.setdefault(store, set())
             left.add(rank)

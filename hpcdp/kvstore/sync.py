@@ -427,8 +427,8 @@ class SyncStore(WorldStore):
         self._exchanges: dict[Key, RowExchange] = {}
         self._coded: dict[Key, Coded] = {}
         self._held_nbytes = [0] * self._memory.size
-        self._neighbours = world.node_comm.allgather_json(world.rank)
-        self._members = [self._neighbours] if self._rail is None else self._rail.comm.allgather_json(self._neighbours)
+        self._neighbors = world.node_comm.allgather_json(world.rank)
+        self._members = [self._neighbors] if self._rail is None else self._rail.comm.allgather_json(self._neighbors)
         world.endings.add(self._settle)  # other ranks would wait for a rank that left earlier
 
     def _let_go(self) -> None:
@@ -616,7 +616,7 @@ class SyncStore(WorldStore):
     def _try(self, push: _Push, update: Callable[[], None]) -> None:
         """Call ``update``, and publish its error, which all ranks raise at the end of the round."""
         try:
-            push.rows.check_rates(push.entry.variable.name, self._neighbours)
+            push.rows.check_rates(push.entry.variable.name, self._neighbors)
             update()
         except Exception as error:
             push.failure = error
@@ -625,7 +625,7 @@ class SyncStore(WorldStore):
     def _require_updated(self, push: _Push) -> None:
         if push.failure is not None:
             raise push.failure
-        push.rows.check(push.number, push.entry.variable.name, self._neighbours)
+        push.rows.check(push.number, push.entry.variable.name, self._neighbors)
 
     def _pull_into(self, places: list[tuple[Entry, list[Any]]], priority: int) -> None:
         later = [(entry, [to for to in targets if not self._copied(entry, to)]) for entry, targets in places]

@@ -391,7 +391,7 @@ def environment_of_hosts(
     return {**wanted, **environ}
 
 
-def travelling(environ: Mapping[str, str], further: Iterable[str]) -> list[str]:
+def traveling(environ: Mapping[str, str], further: Iterable[str]) -> list[str]:
     """Return the names of the variables to export to all hosts: those that programs read, and ``further``.
 
     Numbers of BLAS threads that were derived from this machine's cores are left out, as hosts differ.

@@ -102,12 +102,12 @@ def end_orphans() -> None:
     """End every child of this process, including adopted ones, by SIGTERM and then SIGKILL."""
     for sign, grace_s in ((signal.SIGTERM, 0.5), (signal.SIGKILL, 2.0)):
         deadline = time.monotonic() + grace_s
-        signalled: set[int] = set()
+        signaled: set[int] = set()
         while (left := children()) and time.monotonic() < deadline:
-            for pid in left - signalled:
+            for pid in left - signaled:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, sign)
-            signalled |= left
+            signaled |= left
             time.sleep(0.01)
         if not left:
             return

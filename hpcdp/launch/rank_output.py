@@ -55,7 +55,7 @@ _NO_END = re.compile(rb"\[[^\[\]\s]*(?:\](?:<[a-z]*(?:>:?)?)?)?")
 _OF_MPIRUN = re.compile(rb"\n?(?:-{74}|={74})")
 """The beginning of long messages of Open MPI's mpirun and of hydra."""
 
-# Escape sequences that do not move the cursor: colours, and erasing to the end of the line.
+# Escape sequences that do not move the cursor: colors, and erasing to the end of the line.
 _HARMLESS = re.compile(rb"\x1b\[[0-9;]*[mK]")
 
 

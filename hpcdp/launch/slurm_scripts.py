@@ -627,7 +627,7 @@ def cancel(numbers: Sequence[str], save: bool) -> list[str]:
         With ``save`` a line for each job: its script's message on how to resume, or the reason for none.
 
     Raises:
-        LaunchError: as `jobs`; a job is unknown or has ended, before any is cancelled; Slurm refuses.
+        LaunchError: as `jobs`; a job is unknown or has ended, before any is canceled; Slurm refuses.
     """
     check_numbers(numbers)
     queued = {number: _queued([f"--jobs={number}"]) for number in dict.fromkeys(numbers)}

@@ -1,4 +1,4 @@
-"""Functional operators on tensors: products, convolutions, pooling, activations, losses and batch normalisation.
+"""Functional operators on tensors: products, convolutions, pooling, activations, losses and batch normalization.
 
 Operands are tensors or arrays; images are ``(batch, channels, height, width)``. Arrays in host memory use the Numba
 kernels, CuPy arrays the CUDA kernels, and other namespaces `kernels.reference`. Results are written to reused memory
@@ -323,7 +323,7 @@ def batch_norm_by_running(x: Any, scale: Any, shift: Any, running_mean: Any, run
         if dshift is not None:
             dshift.add(gy.sum(axis=others))
         if dscale is not None:
-            # Centre first: sum(gy * x) and mean * sum(gy) may both be large while their difference is small.
+            # Center first: sum(gy * x) and mean * sum(gy) may both be large while their difference is small.
             product = (gy * (a - mean.reshape(shape))).sum(axis=others)
             dscale.add(product * inverse if a.size else product)  # 0 for an empty batch, though inverse may be NaN
 
@@ -358,7 +358,7 @@ def joint_batch_norm(
     variance = xp.maximum(sums[1] - sums[0] * sums[0], 0).astype(gamma.dtype)
     saved = sums[0].astype(gamma.dtype), variance
     out = empty(planes.shape, a.dtype, xp)
-    compute.normalise(planes, gamma, beta, saved, out, eps)
+    compute.normalize(planes, gamma, beta, saved, out, eps)
 
     def pullback(gy: Array, dx: Gradient | None, *gradients: Gradient | None) -> None:
         g = contiguous(gy).reshape(planes.shape)
@@ -686,7 +686,7 @@ def dropout(x: Any, p: float, generator: np.random.Generator) -> Tensor:
 @operator("softmax")
 @in_float32()
 def softmax(x: Any) -> Tensor:
-    """Compute ``exp(x)``, normalised to sum 1 over the last axis; the shape is that of ``x``."""
+    """Compute ``exp(x)``, normalized to sum 1 over the last axis; the shape is that of ``x``."""
     a = as_tensor(x).data
     xp = alike("softmax", a)
     out = empty(a.shape, a.dtype, xp)

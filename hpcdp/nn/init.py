@@ -1,8 +1,8 @@
-"""Initialisers: callables that return initial values of parameters as NumPy arrays, given a shape and a dtype.
+"""Initializers: callables that return initial values of parameters as NumPy arrays, given a shape and a dtype.
 
-Random initialisers draw from their own ``generator``. With a seed they give the same values in every run, and different
+Random initializers draw from their own ``generator``. With a seed they give the same values in every run, and different
 values to successive layers. If shapes are only known at the first call, a Trainer that exists by then synchronizes the
-generator states of all ranks; it does so for any initialiser with a ``generator`` attribute.
+generator states of all ranks; it does so for any initializer with a ``generator`` attribute.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def fans(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 class Constant:
-    """Initialiser that sets every element to ``value``."""
+    """Initializer that sets every element to ``value``."""
 
     def __init__(self, value: float) -> None:
         self.value = value
@@ -43,14 +43,14 @@ class Constant:
 
 
 class Zeros(Constant):
-    """Initialiser that sets every element to 0."""
+    """Initializer that sets every element to 0."""
 
     def __init__(self) -> None:
         super().__init__(0.0)
 
 
 class Ones(Constant):
-    """Initialiser that sets every element to 1."""
+    """Initializer that sets every element to 1."""
 
     def __init__(self) -> None:
         super().__init__(1.0)
@@ -62,7 +62,7 @@ class _Seeded:
 
 
 class Normal(_Seeded):
-    """Initialiser that draws from a normal distribution with mean 0 and standard deviation ``sigma``.
+    """Initializer that draws from a normal distribution with mean 0 and standard deviation ``sigma``.
 
     Args:
         sigma: the standard deviation.
@@ -79,7 +79,7 @@ class Normal(_Seeded):
 
 
 class Uniform(_Seeded):
-    """Initialiser that draws uniformly from ``[-scale, scale)``.
+    """Initializer that draws uniformly from ``[-scale, scale)``.
 
     Args:
         scale: the bound.
@@ -96,7 +96,7 @@ class Uniform(_Seeded):
 
 
 class Xavier(_Seeded):
-    """Initialiser that draws uniformly, with variance ``2 / (fan_in + fan_out)`` (Glorot and Bengio 2010, equation 16).
+    """Initializer that draws uniformly, with variance ``2 / (fan_in + fan_out)`` (Glorot and Bengio 2010, equation 16).
 
     Args:
         seed: seed of the generator; None takes fresh entropy.
@@ -109,7 +109,7 @@ class Xavier(_Seeded):
 
 
 class Kaiming(_Seeded):
-    """Initialiser that draws normally with variance ``2 / fan_in`` (He et al. 2015, equation 10), for ReLU layers.
+    """Initializer that draws normally with variance ``2 / fan_in`` (He et al. 2015, equation 10), for ReLU layers.
 
     Args:
         seed: seed of the generator; None takes fresh entropy.

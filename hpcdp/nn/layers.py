@@ -1,4 +1,4 @@
-"""Layers, and the sequence operators behind them: LSTM, embedding, layer normalisation, GELU and causal attention."""
+"""Layers, and the sequence operators behind them: LSTM, embedding, layer normalization, GELU and causal attention."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Dense(Module):
         out_features: length of the output's last axis.
         bias: whether to add a bias.
         activation: "relu" or None.
-        weight_init: initialiser of the weight, by default `init.Xavier`; the bias starts at 0.
+        weight_init: initializer of the weight, by default `init.Xavier`; the bias starts at 0.
 
     Raises:
         ConfigError: a number of features below 1.
@@ -109,7 +109,7 @@ class Conv2D(Module):
         padding: zeros added on both sides.
         bias: whether to add a bias.
         activation: "relu" or None.
-        weight_init: initialiser of the weight, by default `init.Xavier`; the bias starts at 0.
+        weight_init: initializer of the weight, by default `init.Xavier`; the bias starts at 0.
 
     Raises:
         ConfigError: a number below 1, or a padding below 0.
@@ -260,9 +260,9 @@ class Tanh(Module):
 
 
 class BatchNorm(KeepsStatistics, Module):
-    """Batch normalisation of each channel (Ioffe and Szegedy 2015).
+    """Batch normalization of each channel (Ioffe and Szegedy 2015).
 
-    Training normalises with the mean and biased variance of the batch and updates the buffers ``running_mean`` and
+    Training normalizes with the mean and biased variance of the batch and updates the buffers ``running_mean`` and
     ``running_var``: ``running = momentum * running + (1 - momentum) * batch``. Prediction uses the buffers. Under a
     reproducible `Trainer` the batch is a virtual shard. The running statistics are then updated once per step, by the
     mean over all its samples and calls.
@@ -292,7 +292,7 @@ class BatchNorm(KeepsStatistics, Module):
         return self.running_mean, self.running_var
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``(batch, channels, ...)``; the result has the same shape."""
+        """Normalize ``(batch, channels, ...)``; the result has the same shape."""
         if x.ndim >= 2 and not self.running_mean.shape[0]:  # a Trainer may know the other shapes from other ranks
             channels = x.shape[1]
             self.running_mean, self.running_var = Tensor(Zeros()((channels,))), Tensor(Ones()((channels,)))
@@ -306,7 +306,7 @@ class BatchNorm(KeepsStatistics, Module):
         return self.by_running(x)
 
     def by_batch(self, x: Tensor) -> Tensor:
-        """Normalise ``x`` by its own statistics and update the running ones; an empty batch has none."""
+        """Normalize ``x`` by its own statistics and update the running ones; an empty batch has none."""
         if not x.size:
             return self.by_running(x)
         shard = entered_shard()
@@ -319,7 +319,7 @@ class BatchNorm(KeepsStatistics, Module):
         return y
 
     def by_running(self, x: Tensor) -> Tensor:
-        """Normalise ``x`` by the running statistics."""
+        """Normalize ``x`` by the running statistics."""
         return functional.batch_norm_by_running(x, self.gamma, self.beta, self.running_mean, self.running_var, self.eps)
 
     def describe(self) -> str:
@@ -491,7 +491,7 @@ class LSTM(Module):
     Args:
         in_features: length of the input's last axis; None takes it from the first input.
         size: length of the hidden state.
-        weight_init: initialiser, called for the weights of each gate; by default `init.Xavier`.
+        weight_init: initializer, called for the weights of each gate; by default `init.Xavier`.
 
     Raises:
         ConfigError: a number below 1.
@@ -682,7 +682,7 @@ def causal_attention(parts: Any, heads: int) -> Tensor:
             (partial(matmul, out=chances), (queries, keys.swapaxes(-1, -2))),
             (compute.causal_shift, (flat, factor)),
             (partial(xp.exp, out=flat), (flat,)),
-            (compute.normalise_rows, (flat,)),
+            (compute.normalize_rows, (flat,)),
             (lambda: into.__setitem__(..., matmul(chances, values)), ()),
         ]
 
@@ -710,7 +710,7 @@ class Embedding(Module):
     Args:
         num_tokens: number of tokens.
         features: length of a row.
-        weight_init: initialiser of the weight, by default ``init.Normal(0.02)``.
+        weight_init: initializer of the weight, by default ``init.Normal(0.02)``.
 
     Raises:
         ConfigError: a number below 1.
@@ -730,7 +730,7 @@ class Embedding(Module):
 
 
 class LayerNorm(Module):
-    """Layer normalisation over the last axis (Ba, Kiros and Hinton 2016).
+    """Layer normalization over the last axis (Ba, Kiros and Hinton 2016).
 
     Parameters ``gamma``, from 1, and ``beta``, from 0, have shape ``(features,)`` and stay float32 in 16-bit networks.
 
@@ -750,7 +750,7 @@ class LayerNorm(Module):
         self.gamma, self.beta = module.parameter((features,), Ones()), module.parameter((features,), Zeros())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``(..., features)``; the result has the same shape."""
+        """Normalize ``(..., features)``; the result has the same shape."""
         for param in (self.gamma, self.beta):
             module.settle(param, x.shape[-1])
         return layer_norm(x, self.gamma, self.beta, self.eps)
@@ -774,7 +774,7 @@ class CausalSelfAttention(Module):
     Args:
         width: length of the input's and output's last axis.
         heads: number of heads, which divides ``width``.
-        weight_init: initialiser of both dense layers, by default `init.Xavier`.
+        weight_init: initializer of both dense layers, by default `init.Xavier`.
 
     Raises:
         ConfigError: a number below 1, or ``heads`` does not divide ``width``.

@@ -179,7 +179,7 @@ def gpt(
     heads: int = 4,
     layers: int = 3,
 ) -> GPT:
-    """Build a decoder-only transformer with pre-normalisation, GELU and learnt positions (Radford et al. 2019).
+    """Build a decoder-only transformer with pre-normalization, GELU and learned positions (Radford et al. 2019).
 
     It maps integer tokens ``(batch, time)`` to scores of the next token, ``(batch, time, num_classes)``. The output
     projection shares the embedding's weight (Press and Wolf 2017).
@@ -205,16 +205,16 @@ _WIDTHS = (64, 128, 256, 512)
 
 
 class Residual(Module):
-    """Residual block: ``relu(x + f(x))``, where ``f`` is two normalised convolutions (He et al. 2016, figure 2).
+    """Residual block: ``relu(x + f(x))``, where ``f`` is two normalized convolutions (He et al. 2016, figure 2).
 
     Args:
         in_channels: channels of the input.
         out_channels: channels of the output.
         stride: stride of the first convolution. If it is not 1, or the channels change, the shortcut is a 1 x 1
             convolution with this stride.
-        bias: whether convolutions have a bias, which the following normalisation cancels.
-        normalises_shortcut: whether the shortcut's convolution is normalised, too.
-        weight_init: initialiser of the convolutions, by default `init.Xavier`.
+        bias: whether convolutions have a bias, which the following normalization cancels.
+        normalises_shortcut: whether the shortcut's convolution is normalized, too.
+        weight_init: initializer of the convolutions, by default `init.Xavier`.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ def resnet18(
         num_classes: length of the output, ``(batch, num_classes)``.
         seed: seed of the initial weights; None takes fresh entropy.
         variant: "document" has biases in convolutions and plain shortcuts, with 11,175,818 parameters for one channel
-            and ten classes. "cifar", usual for CIFAR-10, has no biases and normalised shortcuts, with 11,173,962 for
+            and ten classes. "cifar", usual for CIFAR-10, has no biases and normalized shortcuts, with 11,173,962 for
             three channels.
 
     Raises:

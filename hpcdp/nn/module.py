@@ -48,7 +48,7 @@ _HOOKS = ("_data_hook", "grad_hook", "update_hook")
 
 
 class Parameter(Tensor):
-    """Tensor that is learnt: a leaf with a gradient.
+    """Tensor that is learned: a leaf with a gradient.
 
     ``name`` is its path in the network, e.g. "0.weight", set by `Module.parameters`.
 
@@ -133,7 +133,7 @@ class Parameter(Tensor):
 class Module:
     """Part of a network. Subclasses set their parts as attributes and define ``forward``.
 
-    A `Parameter` attribute is learnt; any other `Tensor` attribute is a buffer, saved with the network but not learnt.
+    A `Parameter` attribute is learned; any other `Tensor` attribute is a buffer, saved with the network but fixed.
     A `Module` attribute is a child. Parameters, buffers and children keep the order of assignment. Objects in lists,
     tuples and dicts are not registered. Layers train or predict according to `autograd.is_training` of the calling
     thread.
@@ -167,7 +167,7 @@ class Module:
         object.__delattr__(self, name)
 
     def require_parts_of_this_rank(self, operation: str) -> None:
-        """Raise `ConfigError` if a part needs all ranks: it would normalise pieces that other ranks may not have."""
+        """Raise `ConfigError` if a part needs all ranks: it would normalize pieces that other ranks may not have."""
         joint = next((part for part in self.modules() if part.needs_all_ranks), None)
         if joint is not None:
             name = type(joint).__name__
@@ -241,7 +241,7 @@ class Module:
             The paths of the ``.json`` and the ``.h5`` file.
 
         Raises:
-            ConfigError: as `graph`; the graph holds something that cannot be serialised; or ``path`` is a folder
+            ConfigError: as `graph`; the graph holds something that cannot be serialized; or ``path`` is a folder
                 (``"nets/"``).
             DataError: the files cannot be written.
         """
@@ -324,7 +324,7 @@ class Module:
         """Convert all parameters and buffers to another dtype or device, in place.
 
         Integer and boolean buffers, such as indices and masks, keep their dtype. Gradients are reset to zero. Call this
-        before a `Trainer` takes the parameters. With float16 or bfloat16, normalisation layers keep their own tensors
+        before a `Trainer` takes the parameters. With float16 or bfloat16, normalization layers keep their own tensors
         in float32, as Gluon's ``cast`` does, and operators compute as described in `hpcdp.nn.module`.
 
         Args:
@@ -516,7 +516,7 @@ Draw = Callable[[tuple[int, ...]], np.ndarray]
 def parameter(shape: Shape, draw: Draw, initial: object = None) -> Parameter:
     """Return a parameter with the values ``draw(shape)``, drawn now, or by `settle` if a length is None.
 
-    ``initial`` is the initialiser behind ``draw``, if it is another object.
+    ``initial`` is the initializer behind ``draw``, if it is another object.
     """
     require_draw(draw)
     known = tuple(length for length in shape if length is not None)
@@ -584,7 +584,7 @@ class Deferred(Parameter):
 
 def _has_no_values(param: Any) -> None:
     raise DeviceError(
-        "parameter", where=param.name or None, expected="initialised values",
+        "parameter", where=param.name or None, expected="initialized values",
         got=f"a deferred shape {param.expected}", remedy="call the network once, on one sample",
     )  # fmt: skip
 

@@ -38,7 +38,7 @@ class Replicas(Module):
     ``net`` to the other devices, and the results to the first one. GPUs compute concurrently, each on its current
     stream; host devices compute one after the other.
 
-    Batch normalisation uses the statistics of each device's piece. Running statistics are those of the first device,
+    Batch normalization uses the statistics of each device's piece. Running statistics are those of the first device,
     and all devices predict with them.
 
     If ``net`` is hybridized, only its calls on the first device use plans.

@@ -67,7 +67,7 @@ class SymbolBlock(Module):
     """Network loaded from the files of `Module.export`; create it with `load`.
 
     It predicts the same bits as the exported network. Its parameters have the same names, get gradients, and can be
-    trained further. Layers stay in prediction mode: batch normalisation uses running statistics, and dropout is
+    trained further. Layers stay in prediction mode: batch normalization uses running statistics, and dropout is
     inactive. It accepts any batch size, unless the forward used the batch size as a number, e.g. as the divisor of a
     mean. All other shapes are fixed.
 

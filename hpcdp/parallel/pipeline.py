@@ -51,7 +51,7 @@ def split_world(num_parts: int, world: World | None = None) -> Split:
     """Split ranks into parts times replicas; every rank of ``world`` must call.
 
     Rank r has part ``r % num_parts`` of copy ``r // num_parts``. The parts of a copy, which communicate in every layer,
-    are neighbouring ranks, usually on one node, where they use shared memory.
+    are neighboring ranks, usually on one node, where they use shared memory.
 
     Args:
         num_parts: parts of every split layer; with 1 every rank has a full copy.
@@ -93,7 +93,7 @@ FORWARD, BACKWARD = 1, 2
 
 
 class StageLink:
-    """One direction between two neighbouring stages, first in, first out; here a queue within one process."""
+    """One direction between two neighboring stages, first in, first out; here a queue within one process."""
 
     def __init__(self) -> None:
         self._sent: deque[tuple[Array, ...]] = deque()
@@ -282,13 +282,13 @@ class _Part:
 
 
 class Pipeline(Module):
-    """Pipeline of model stages on neighbouring ranks. Every rank of ``world`` must construct it identically.
+    """Pipeline of model stages on neighboring ranks. Every rank of ``world`` must construct it identically.
 
-    Rank r has stage ``r // replicas`` of copy ``r % replicas``. The ranks of a stage are neighbours, usually on one
+    Rank r has stage ``r // replicas`` of copy ``r % replicas``. The ranks of a stage are neighbors, usually on one
     node, where they use shared memory. As a `Module` it has this rank's stages as children, named by their numbers.
     Parameter names are therefore those of ``Sequential(*stages)``, e.g. ``"0.weight"``.
 
-    Batch normalisation uses the statistics of a micro-batch, and updates the running ones once for each.
+    Batch normalization uses the statistics of a micro-batch, and updates the running ones once for each.
 
     Args:
         stages: a module for each stage, or a function that builds it, called only on the ranks that need it. A stage

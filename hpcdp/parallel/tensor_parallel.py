@@ -62,7 +62,7 @@ class ColumnDense(_SplitLayer, Dense):
         parts: the ranks: see `split_world`.
         bias: whether to add a bias, split like the outputs.
         activation: "relu" or None.
-        weight_init: initialiser of the full weight, by default `nn.init.Xavier`.
+        weight_init: initializer of the full weight, by default `nn.init.Xavier`.
         gather: whether every rank gets all outputs; False returns ``(batch, ..., own features)``.
 
     Raises:
@@ -105,7 +105,7 @@ class RowDense(_SplitLayer, Dense):
         parts: the ranks: see `split_world`.
         bias: whether to add a bias.
         activation: "relu" or None.
-        weight_init: initialiser of the full weight, by default `nn.init.Xavier`.
+        weight_init: initializer of the full weight, by default `nn.init.Xavier`.
         scatter: whether inputs are full and each rank takes its part; False expects each rank's part, as from a column
             layer.
         channels: number of channels in the features, if `nn.Flatten` made them of images: the split is then between
@@ -154,7 +154,7 @@ class ColumnConv2D(_SplitLayer, Conv2D):
         padding: as in `nn.Conv2D`.
         bias: whether to add a bias, split like the outputs.
         activation: "relu" or None.
-        weight_init: initialiser of the full weight, by default `nn.init.Xavier`.
+        weight_init: initializer of the full weight, by default `nn.init.Xavier`.
         gather: whether every rank gets all channels.
 
     Raises:
@@ -203,7 +203,7 @@ class RowConv2D(_SplitLayer, Conv2D):
         padding: as in `nn.Conv2D`.
         bias: whether to add a bias.
         activation: "relu" or None.
-        weight_init: initialiser of the full weight, by default `nn.init.Xavier`.
+        weight_init: initializer of the full weight, by default `nn.init.Xavier`.
         scatter: as in `RowDense`.
 
     Raises:

@@ -2,7 +2,7 @@
 
 - `distributed`: the wrapper of a module whose gradients are averaged over all ranks. `backward`: its hooks.
 - `sharded_optimizer`: an optimizer in which each rank updates its shard of the parameters.
-- `sync_batch_norm`: batch normalisation over the batches of all ranks.
+- `sync_batch_norm`: batch normalization over the batches of all ranks.
 - `sampler`: an index sampler for each rank.
 - `functional`: collectives and messages with gradients.
 - `process_group`: the backend "hpcdp" of `torch.distributed`. `store`: its key-value store.

@@ -1,4 +1,4 @@
-"""`SyncBatchNorm`: batch normalisation with statistics over the batches of all ranks."""
+"""`SyncBatchNorm`: batch normalization with statistics over the batches of all ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..errors import UnsupportedError
 
 
 class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
-    """Batch normalisation as ``torch.nn.SyncBatchNorm``: in training with mean and variance over all ranks' batches.
+    """Batch normalization as ``torch.nn.SyncBatchNorm``: in training with mean and variance over all ranks' batches.
 
     The input has the shape ``(N, C, ...)``; N may differ between ranks and be 0 on some. Every rank must run the same
     forwards and backwards. Evaluation needs no communication; without running statistics it uses those of this rank's
-    batch. As in torch, the biased variance normalises, and ``running_var`` has the unbiased one, both over all ranks.
+    batch. As in torch, the biased variance normalizes, and ``running_var`` has the unbiased one, both over all ranks.
     For inputs on GPUs, the sums go through the host, which waits: two a channel and a count in each forward, and two a
     channel in each backward.
 
@@ -72,7 +72,7 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
             raise ValueError(f"SyncBatchNorm: expected an input of at least 2 dimensions, got {input.dim()}")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalise ``input``; in training every rank must call, and the running statistics change in place."""
+        """Normalize ``input``; in training every rank must call, and the running statistics change in place."""
         if not self.training or self.world.size == 1:
             return super().forward(input)
         self._check_input_dim(input)
@@ -81,7 +81,7 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
         count, mean, var = self._statistics(input.detach())
         if self.track_running_stats and self.running_mean is not None and self.running_var is not None:
             self._keep(count, mean, var)
-        return _Normalised.apply(input, self.weight, self.bias, mean, var, self.eps, count, self.world)  # type: ignore[no-any-return,no-untyped-call]
+        return _Normalized.apply(input, self.weight, self.bias, mean, var, self.eps, count, self.world)  # type: ignore[no-any-return,no-untyped-call]
 
     def _statistics(self, x: torch.Tensor) -> tuple[float, torch.Tensor, torch.Tensor]:
         """Return count, mean and variance of each channel over all ranks, from sums in float64 against cancellation."""
@@ -113,8 +113,8 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
             self.running_var.lerp_((var * (count / (count - 1))).to(self.running_var.dtype), factor)
 
 
-class _Normalised(torch.autograd.Function):
-    """Normalisation by statistics that depend on the inputs of all ranks."""
+class _Normalized(torch.autograd.Function):
+    """Normalization by statistics that depend on the inputs of all ranks."""
 
     @staticmethod
     def forward(
@@ -133,14 +133,14 @@ class _Normalised(torch.autograd.Function):
         x, weight, mean, inverse = ctx.saved_tensors
         over = [dim for dim in range(x.dim()) if dim != 1]
         shape = [1, -1, *[1] * (x.dim() - 2)]
-        normalised = (x - mean.view(shape)) * inverse.view(shape)
-        gradient = gradient.to(normalised.dtype)
-        of_bias, of_weight = gradient.sum(over), (gradient * normalised).sum(over)
+        normalized = (x - mean.view(shape)) * inverse.view(shape)
+        gradient = gradient.to(normalized.dtype)
+        of_bias, of_weight = gradient.sum(over), (gradient * normalized).sum(over)
         sums = torch.cat([of_bias, of_weight]).double()
         _sum_over_ranks(sums, ctx.world)
-        mean_gradient, mean_product = (sums / ctx.count).to(normalised.dtype).view(2, *shape)
+        mean_gradient, mean_product = (sums / ctx.count).to(normalized.dtype).view(2, *shape)
         scale = inverse if weight is None else inverse * weight
-        of_x = (gradient - mean_gradient - normalised * mean_product) * scale.view(shape)
+        of_x = (gradient - mean_gradient - normalized * mean_product) * scale.view(shape)
         if weight is None:
             return of_x.to(x.dtype), None, None, None, None, None, None, None
         return of_x.to(x.dtype), of_weight.to(weight.dtype), of_bias.to(weight.dtype), None, None, None, None, None

@@ -219,7 +219,7 @@ def test_so_do_making_a_trainer_and_sums_of_gradients(gates, n, store):
     thread_comm.run(n, rank)
 
 
-def test_synchronised_batch_norm_moves_statistics_behind_earlier_predictions(gates):
+def test_synchronized_batch_norm_moves_statistics_behind_earlier_predictions(gates):
     def rank(world):
         net, x = SyncBatchNorm(3, world=world), random(0, 4, 3)
         expected = net(x.data + 1).asnumpy()

@@ -161,7 +161,7 @@ def started(site: Site, *program: str) -> str:
     return job
 
 
-def test_a_job_that_is_cancelled_does_not_come_back(slurm: Cluster) -> None:
+def test_a_job_that_is_canceled_does_not_come_back(slurm: Cluster) -> None:
     site = Site(slurm, "srun")
     job = started(site)
     assert site.hpcdp("slurm", "cancel", job) == ""

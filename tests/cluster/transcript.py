@@ -83,7 +83,7 @@ DELAY = re.compile(r"^(starting|importing|loading|drawing) .*(\.\.\.|: N s)\n", 
 """Lines that explain a delay of more than two seconds; whether they are printed depends on the machine."""
 
 
-def normalised(text: str, folder: Path) -> str:
+def normalized(text: str, folder: Path) -> str:
     """Replace folders by those of a user, and numbers that change from run to run by words; drop `DELAY`."""
     text = text.replace(str(folder / "site"), "/opt").replace(str(folder), HOME)
     for pattern, instead in CHANGING:
@@ -130,7 +130,7 @@ def made() -> str:
     with Cluster(2) as cluster:
         install(cluster.folder)
         cluster.slurm()
-        return normalised(typed(cluster), cluster.folder)
+        return normalized(typed(cluster), cluster.folder)
 
 
 if __name__ == "__main__":

@@ -85,8 +85,8 @@ def counted(edges, sizes):
 @given(NODES)
 def test_messages_that_share_a_link(sizes):
     on, n = Topology(sizes), sum(sizes)
-    edges = {"neighbours": [(rank, (rank + 1) % n) for rank in range(n)]}
-    found = {"neighbours": cost_model.neighbours(on)}
+    edges = {"neighbors": [(rank, (rank + 1) % n) for rank in range(n)]}
+    found = {"neighbors": cost_model.neighbors(on)}
     if n > 1:
         edges["everybody"] = [(a, b) for a in range(n) for b in range(n) if a != b]
         found["everybody"] = cost_model.all_pairs(on)

@@ -95,7 +95,7 @@ def test_fewer_elements_than_ranks():
 
 
 def test_leaves_that_are_scattered_over_ranks():
-    """As where neighbouring ranks are on different nodes."""
+    """As where neighboring ranks are on different nodes."""
     leaves, root = leaves_of(8), (0, 8)
     held = [deterministic.cover(root, each) for each in ([0, 1, 4, 5], [2, 3, 6, 7])]
 

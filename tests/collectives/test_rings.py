@@ -39,11 +39,11 @@ def test_two_rings_over_eight_carry_their_shares(weights, message_nbytes, monkey
     results = over(8, count, EIGHT, weights)
     for rank, (x, comm) in enumerate(results):
         assert_close(x, reduced(8, count), 8, "sum")
-        neighbours = [after(order, rank) for order in EIGHT]
-        assert len(set(neighbours)) == 2  # the rings share no link
-        for neighbour, weight in zip(neighbours, (first, second), strict=True):
+        neighbors = [after(order, rank) for order in EIGHT]
+        assert len(set(neighbors)) == 2  # the rings share no link
+        for neighbor, weight in zip(neighbors, (first, second), strict=True):
             share = weight / (first + second)
-            assert comm.nbytes(neighbour) == 2 * 7 * share * 4 * count / 8
+            assert comm.nbytes(neighbor) == 2 * 7 * share * 4 * count / 8
         assert comm.nbytes() == 2 * 7 * 4 * count / 8
     assert_same_bits([x for x, _ in results])
 

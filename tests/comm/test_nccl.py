@@ -288,7 +288,7 @@ def test_rows_that_one_rank_still_has_are_not_ended(gpus_on_host, monkeypatch):
         streams, size = Streams(gpu(world.place)), RowSize(8, np.dtype("f4"))
         kept = gpu_rows.make(world, streams, [size])[0]
         comm = kept[0]._node._comm
-        if world.rank != 3:  # the other node, and its neighbour
+        if world.rank != 3:  # the other node, and its neighbor
             kept = None
         gpu_rows.make(world, streams, [size])
         return comm.destroyed

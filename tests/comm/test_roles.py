@@ -236,8 +236,8 @@ def test_processes_form_both_worlds(workers, servers, per_node, idle_s):
     nodes, whole_nodes = (-(-n // (per_node or n)) for n in (workers, size))
     for rank in range(workers):
         node = rank // (per_node or workers)
-        neighbours = min(per_node or workers, workers - node * (per_node or workers))
-        assert found[rank] == [rank, workers, node, nodes, neighbours, [total] * 3]
+        neighbors = min(per_node or workers, workers - node * (per_node or workers))
+        assert found[rank] == [rank, workers, node, nodes, neighbors, [total] * 3]
     assert all_of_them == [[rank, size, rank // (per_node or size), whole_nodes, servers] for rank in range(size)]
 
 

@@ -7,7 +7,7 @@ from hpcdp.errors import ConfigError
 
 
 def bilinear(image: np.ndarray, factor: int) -> np.ndarray:
-    """Pixel by pixel: the value at a position between pixel centres, the border repeated."""
+    """Pixel by pixel: the value at a position between pixel centers, the border repeated."""
     size = image.shape[0]
     out = np.empty((size * factor, size * factor))
     for i in range(size * factor):

@@ -57,7 +57,7 @@ def test_lenet_from_scratch_learns_the_same_on_any_devices(ranks: int, per_rank:
 
 
 def concise(ranks: int, per_rank: int, store: str | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """All learnt values of every rank, and every rank's losses and accuracies, after two steps."""
+    """All learned values of every rank, and every rank's losses and accuracies, after two steps."""
     sets = digits("train", 25), digits("test", 12)
     found = thread_comm.run(ranks, lambda world: CONCISE.train(world, devices(per_rank), *sets, 1, 15, 0.02, store))
     values = [np.concatenate([param.asnumpy().reshape(-1) for param in net.parameters()]) for net, _ in found]

@@ -41,7 +41,7 @@ def test_the_compiled_kernels_equal_the_plain_ones(shape, dtype, tolerance):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 2e-4), (np.float64, 1e-11)])
 @pytest.mark.parametrize("shape", [(4, 3, 25), (7, 2, 1), (0, 5, 17), (16, 8, 64)])
-def test_the_parts_of_a_batch_that_is_normalised_together(shape, dtype, tolerance):
+def test_the_parts_of_a_batch_that_is_normalized_together(shape, dtype, tolerance):
     x, scale, shift, gy = operands(shape, dtype)
     saved = np.full_like(scale, 2.5), np.full_like(scale, 3.5)
     means = np.random.default_rng(0).standard_normal((2, shape[1]))
@@ -49,7 +49,7 @@ def test_the_parts_of_a_batch_that_is_normalised_together(shape, dtype, toleranc
     for module in (reference, kernels.load("networks")):
         sums, gradients, out, dx = np.empty_like(means), np.empty_like(means), np.empty_like(x), np.empty_like(x)
         module.channel_sums(x, sums)
-        module.normalise(x, scale, shift, saved, out, EPS)
+        module.normalize(x, scale, shift, saved, out, EPS)
         module.gradient_sums(gy, x, saved, gradients, EPS)
         module.gradient_of_input(gy, x, scale, saved, means, dx, EPS)
         results[module] = sums, out, gradients, dx

@@ -56,7 +56,7 @@ def test_every_float16_comes_back(module):
 
 
 def test_float16_rounds_to_nearest_even(module):
-    """The middle of each pair of neighbours goes to the even one, a hair beside it to the nearer one."""
+    """The middle of each pair of neighbors goes to the even one, a hair beside it to the nearer one."""
     low = np.arange(0x7BFF, dtype=np.uint16)
     a, b = (words.view(np.float16).astype(np.float64) for words in (low, low + np.uint16(1)))
     middle = ((a + b) / 2).astype(np.float32)  # exact: a float32 has more than one bit more
@@ -92,7 +92,7 @@ def test_every_bfloat16_comes_back(module):
 
 
 def test_bfloat16_rounds_to_nearest_even(module):
-    """Ties, their neighbours, subnormals, overflow and random numbers, against exact fractions."""
+    """Ties, their neighbors, subnormals, overflow and random numbers, against exact fractions."""
     rng = np.random.default_rng(3)
     upper = np.concatenate([rng.integers(0, 0x7F80, 200), [0, 1, 2, 0x7F, 0x80, 0x7F7E, 0x7F7F]]).astype(np.uint32)
     bits = np.concatenate([(upper << 16) | part for part in (0x7FFF, 0x8000, 0x8001, 1, 0xFFFF)])
@@ -105,7 +105,7 @@ def test_bfloat16_rounds_to_nearest_even(module):
 
 @pytest.mark.parametrize("bits", [0x7F800001, 0x7FFFFFFF, 0xFF800001, 0xFFFF8000, 0x7FC00000])
 @pytest.mark.parametrize("at", [0, 2047, 2048, 4999])
-def test_a_nan_stays_one_and_its_neighbours_are_rounded(module, bits, at):
+def test_a_nan_stays_one_and_its_neighbors_are_rounded(module, bits, at):
     x = np.linspace(-3, 3, 5000, dtype=np.float32)
     expected, out = np.empty(x.size, np.uint16), np.empty(x.size, np.uint16)
     module.to_bfloat16(x, expected)

@@ -240,7 +240,7 @@ def test_batch_norm(dtype: str, shape: tuple[int, int, int], cupy: ModuleType) -
             found, wanted = wide(ours.to_host()), wide(theirs.astype(ours.dtype))
             np.testing.assert_allclose(found, wanted, rtol=error, atol=error * np.abs(wanted).max(), err_msg=name)
 
-    same("normalise", x, scale, shift, (mean, variance), np.empty_like(x), exact=True)
+    same("normalize", x, scale, shift, (mean, variance), np.empty_like(x), exact=True)
     means = rng.standard_normal((2, shape[1]))
     same("gradient_of_input", gy, x, scale, (mean, variance), means, np.empty_like(x), exact=True)
     same("gradient_sums", gy, x, (mean, variance), np.empty((2, shape[1])), eps=(0.5,))
@@ -282,7 +282,7 @@ def test_variances_of_16_bits_do_not_go_by_one_element_that_is_far_from_all_othe
 
 @pytest.mark.parametrize("of_type", ["f16", "bf16"])
 def test_a_variance_that_rounding_makes_negative_is_zero(of_type: str, cupy: ModuleType) -> None:
-    """As of 2^24 elements of 16 bits that are alike but for those that the centre is of: their squares and sums are
+    """As of 2^24 elements of 16 bits that are alike but for those that the center is of: their squares and sums are
     rounded in float32, by more than those few add to the variance."""
     x, off = cupy.zeros((1, 1, 1 << 24), dtype="u2"), 1.266357421875
     sums = cupy.asarray(np.array([off, off**2 * (1 - 1.8e-7)]).reshape(2, 1, 1) * x.size)
@@ -352,6 +352,6 @@ def test_a_network_computes_with_them(dtype: str, error: float, cupy: ModuleType
         "unfold", "to_images", "from_images", "relu", "max_pool", "max_pool_gradient", "average_pool",
         "average_pool_gradient",
         "add_bias", "bias_gradient_of_rows", "bias_gradient_of_images", "relu_gradient", "channel_sums", "statistics",
-        "gradient_sums", "channel_gradients", "normalise", "gradient_of_input", "softmax_cross_entropy",
+        "gradient_sums", "channel_gradients", "normalize", "gradient_of_input", "softmax_cross_entropy",
         "softmax_cross_entropy_gradient",
     }  # fmt: skip

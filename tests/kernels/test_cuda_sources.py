@@ -19,7 +19,7 @@ from hpcdp.kernels import cuda
 ARCHITECTURES = (80, *(pytest.param(number, marks=pytest.mark.thorough) for number in (90, 100)))
 """A100; H100 and H200, B200, for which the same sources are only assembled otherwise."""
 
-OPTIMISED = bool(os.environ.get("HPCDP_TEST_THOROUGH"))
+OPTIMIZED = bool(os.environ.get("HPCDP_TEST_THOROUGH"))
 """As for a real GPU: three times the work, and no other errors."""
 
 _NAME = r"__global__ void (?:__launch_bounds__\(.*?\) )?(\w+)"
@@ -55,7 +55,7 @@ def _compiled_by_nvcc(program: str, architecture: int, folder: Path) -> bytes:
     (folder / "all.cu").write_text(program)
     options = [option.replace("--fmad", "-fmad") for option in cuda.OPTIONS]
     options.append("-Werror=all-warnings")
-    if not OPTIMISED:
+    if not OPTIMIZED:
         known = subprocess.run(["nvcc", "--help"], capture_output=True, text=True).stdout  # old ones do not
         options += ["-Xptxas", "-O0", *(["--Ofast-compile=max"] if "--Ofast-compile" in known else [])]
     command = ["nvcc", *options, "-cubin", f"-arch=sm_{architecture}", "-o", "all.cubin", "all.cu"]
@@ -68,7 +68,7 @@ def _compiled_by_nvrtc(program: str, architecture: int) -> bytes:
     from cuda.core import Program, ProgramOptions
 
     options = ProgramOptions(
-        std="c++17", fma=False, arch=f"sm_{architecture}", ofast_compile=None if OPTIMISED else "max",
+        std="c++17", fma=False, arch=f"sm_{architecture}", ofast_compile=None if OPTIMIZED else "max",
         device_as_default_execution_space=True,  # as CuPy: CUDA 12 takes generic lambdas for the host's
     )  # fmt: skip
     return bytes(Program(program, "c++", options).compile("cubin").code)

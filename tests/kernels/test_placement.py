@@ -13,7 +13,7 @@ from hpcdp import kernels
 APART = 1000
 """Elements between arrays that lie far apart."""
 GAPS = range(64)
-"""Elements between two neighbours: up to more than LLVM takes at a time."""
+"""Elements between two neighbors: up to more than LLVM takes at a time."""
 SHAPES = [(1, 3, 4), (2, 3, 4), (2, 2, 8), (5, 3, 4), (1, 1, 16), (2, 1, 33)]  # batch, channels, positions
 
 
@@ -31,7 +31,7 @@ def placed(arrays, behind=None, first=None, gap=0):
 
 
 def assert_same_bits_everywhere(call, arrays):
-    """``call(*arrays)`` changes some of the arrays, to the same bits for each pair of neighbours and each gap."""
+    """``call(*arrays)`` changes some of the arrays, to the same bits for each pair of neighbors and each gap."""
     expected = placed(arrays)
     call(*expected)
     for behind, first in permutations(range(len(arrays)), 2):
@@ -69,7 +69,7 @@ def test_the_sums_for_the_bias_of_a_convolution(shape, dtype, relu):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_batch_normalisation(shape, dtype):
+def test_batch_normalization(shape, dtype):
     batch_norm = kernels.load("networks")
     x, gy = sample(shape, dtype)
     scale, shift, mean, variance = np.random.default_rng(0).uniform(0.5, 2, (4, shape[1])).astype(dtype)

@@ -83,7 +83,7 @@ def test_causal_softmax(draw, matrices, time):
     def softmax(n, scores):
         modules[n].causal_shift(scores, 0.3)
         np.exp(scores, out=scores)
-        modules[n].normalise_rows(scores)
+        modules[n].normalize_rows(scores)
 
     scores = 20 * normal(matrices, time, time)
     assert_alike(softmax, [scores], dtype)

@@ -21,9 +21,9 @@ from hpcdp.train.fit import fit
 from hpcdp.train.load_balance import SharedCount
 
 RNG = np.random.default_rng(11)
-CENTRES = RNG.normal(size=(3, 5)) * 2
+CENTERS = RNG.normal(size=(3, 5)) * 2
 LABELS = RNG.integers(0, 3, size=203)
-SAMPLES = ArrayDataset((CENTRES[LABELS] + RNG.normal(size=(203, 5))).astype(np.float32), LABELS)
+SAMPLES = ArrayDataset((CENTERS[LABELS] + RNG.normal(size=(203, 5))).astype(np.float32), LABELS)
 BATCH = 8
 NUM_BATCHES = -(-len(SAMPLES) // BATCH)
 WORLDS = [(1, None), (2, None), (3, None), (4, None), (2, 1), (3, 2), (4, 2)]

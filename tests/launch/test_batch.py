@@ -47,8 +47,8 @@ def test_within_a_job_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 class Batch:
     """A batch system whose job is over when ``job``, a Python program in its folder, is."""
 
-    def __init__(self, folder: Path, job: str, cancelled: str = "") -> None:
-        self.folder, self.cancelled, self.cancels = folder, cancelled, 0
+    def __init__(self, folder: Path, job: str, canceled: str = "") -> None:
+        self.folder, self.canceled, self.cancels = folder, canceled, 0
         self.process = subprocess.Popen([sys.executable, "-c", job], cwd=folder)
 
     def has_ended(self) -> bool:

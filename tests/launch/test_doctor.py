@@ -111,7 +111,7 @@ def test_a_hang_of_two_ranks_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
             assert b"doctor's hang" not in path.read_bytes()
 
 
-def test_neighbours_memory_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbors_memory_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         doctor, "child", lambda command, answer="": (1, "PermissionError: [Errno 13] Permission denied")
     )

@@ -146,7 +146,7 @@ def test_a_call_before_the_trainer_is_made_counts_for_all_ranks(called):
 
 def test_values_that_differ_are_refused_once_gradients_are_of_them():
     class Own:
-        """An initialiser without a generator that others know."""
+        """An initializer without a generator that others know."""
 
         def __init__(self, rank):
             self.rank = rank

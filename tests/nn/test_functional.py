@@ -344,7 +344,7 @@ def test_sums_of_no_features_are_zeros(shape, activation):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("shape", [(2, 0), (2, 3, 0), (0, 0)])
 @pytest.mark.parametrize("operation", [functional.softmax, lambda x: layer_norm(x, np.ones(0), np.ones(0), 1e-5), gelu])
-def test_what_normalises_no_features_gives_none(operation, shape):
+def test_what_normalizes_no_features_gives_none(operation, shape):
     x = leaf(np.ones(shape))
     with autograd.record():
         y = operation(x)
@@ -417,7 +417,7 @@ def test_one_leaf_as_two_operands_sums_its_gradients(grad_req):
         result.backward(np.cos(np.arange(result.size)).reshape(result.shape))
         return [each.grad for each in tensors]
 
-    def normalise(x, scale, shift):
+    def normalize(x, scale, shift):
         return functional.batch_norm(x, scale, shift, 1e-5)[0]
 
     w, square, v = RNG.standard_normal((3, 3, 2, 2)), RNG.standard_normal((4, 4)), RNG.standard_normal(3)
@@ -425,8 +425,8 @@ def test_one_leaf_as_two_operands_sums_its_gradients(grad_req):
     np.testing.assert_allclose(both, sum(gradient(functional.conv2d, w, w)))
     (both,) = gradient(lambda w: functional.dense(w, w), square)
     np.testing.assert_allclose(both, sum(gradient(functional.dense, square, square)))
-    _, both = gradient(lambda x, v: normalise(x, v, v), IMAGES, v)
-    np.testing.assert_allclose(both, sum(gradient(normalise, IMAGES, v, v)[1:]))
+    _, both = gradient(lambda x, v: normalize(x, v, v), IMAGES, v)
+    np.testing.assert_allclose(both, sum(gradient(normalize, IMAGES, v, v)[1:]))
 
 
 OF_IMAGES = {

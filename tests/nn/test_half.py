@@ -99,7 +99,7 @@ def test_a_loss_stays_float32_and_gives_gradients_of_16_bits(half):
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_a_network_of_16_bits_keeps_what_normalises_in_float32_and_takes_images_of_float32(half):
+def test_a_network_of_16_bits_keeps_what_normalizes_in_float32_and_takes_images_of_float32(half):
     net = nn.Sequential(nn.Conv2D(1, 4, 3), nn.BatchNorm(4), nn.Flatten(), nn.Dense(4 * 36, 3)).to(half)
     kinds = {name: str(array.dtype) for name, array in net.state_dict().items()}
     assert {name for name, kind in kinds.items() if kind == half} == {"0.weight", "0.bias", "3.weight", "3.bias"}
@@ -145,11 +145,11 @@ def test_models_learn_from_gradients_near_those_of_float32(model, half):
 
 @pytest.mark.parametrize(
     ("model", "half"),
-    [("lenet", "float16"), ("lenet", "bfloat16"), ("normalised", "bfloat16"), ("gpt", "float16")],
+    [("lenet", "float16"), ("lenet", "bfloat16"), ("normalized", "bfloat16"), ("gpt", "float16")],
 )
 def test_a_hybridized_network_does_the_same_to_the_bit_and_sees_updates(model, half):
     def made():
-        if model == "normalised":
+        if model == "normalized":
             return nn.Sequential(nn.Conv2D(1, 3, 3), nn.BatchNorm(3), nn.ReLU())
         shape = (6,) if model == "gpt" else (1, 12, 12)
         return nn.models.create(model, input_shape=shape, num_classes=10, seed=0)

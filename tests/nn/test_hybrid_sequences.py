@@ -186,7 +186,7 @@ def test_what_is_exported_predicts_and_learns_the_same(name, tmp_path):
     with raises(
         ConfigError, operation="SymbolBlock", where="inputs", expected=["int64", "(batch, 4)"], got=["int64", (1, 1)]
     ):
-        loaded(tokens(1, 1))  # learnt places of another length would be broadcast
+        loaded(tokens(1, 1))  # learned places of another length would be broadcast
     with raises(ConfigError, operation="SymbolBlock", where="inputs", expected=["int64", "(batch, 4)"], got="float32"):
         loaded(arrays(2, 4))
     assert ("embedding" in net.graph().summary()) and ("lstm" in repr(net).lower() or "gpt" in repr(net).lower())

@@ -140,12 +140,12 @@ def test_lenet_trains_as_pytorchs():
 
 
 @pytest.mark.parametrize(
-    ("make", "shape", "learnt"),
+    ("make", "shape", "learned"),
     [(nn.models.resnet18, (1, 28, 28), 11_175_818), (nn.models.resnet18_cifar, (3, 32, 32), 11_173_962)],
 )
-def test_resnet18_has_the_published_number_of_parameters(make, shape, learnt):
+def test_resnet18_has_the_published_number_of_parameters(make, shape, learned):
     net = make(shape)
-    assert sum(param.size for param in net.parameters()) == learnt
+    assert sum(param.size for param in net.parameters()) == learned
     assert net(np.zeros((2, shape[0], 8, 8), np.float32)).shape == (2, 10)
     assert [len(block) for block in net if isinstance(block, nn.Sequential)] == [2, 2, 2, 2]
 

@@ -295,7 +295,7 @@ def test_a_module_without_forward_says_so():
 
 @pytest.mark.parametrize("value", [2.0, np.float32(2.0), np.float64(2.0), np.full((), 2.0, "f4")])
 def test_a_parameter_of_one_number(value):
-    """As a learnt temperature."""
+    """As a learned temperature."""
     net = nn.Module()
     net.scale = nn.Parameter(value)
     trainer = Trainer(net.parameters(), optim.SGD(lr=0.5))

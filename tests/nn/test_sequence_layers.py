@@ -1,4 +1,4 @@
-"""LSTM, embedding, layer normalisation, GELU and causal attention: gradients, PyTorch's values, errors."""
+"""LSTM, embedding, layer normalization, GELU and causal attention: gradients, PyTorch's values, errors."""
 
 import numpy as np
 import pytest

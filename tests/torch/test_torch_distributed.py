@@ -58,7 +58,7 @@ def test_gradients_are_the_average_of_all_ranks(n, ranks_per_node, overlap):
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("by_attribute", [False, True])
-def test_without_synchronising_gradients_add_up_and_the_next_backward_averages_them(overlap, by_attribute):
+def test_without_synchronizing_gradients_add_up_and_the_next_backward_averages_them(overlap, by_attribute):
     def rank(world):
         model = hpcdp.torch.DistributedDataParallel(network(0), world, overlap=overlap)
         reference = network(0)

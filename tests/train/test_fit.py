@@ -19,9 +19,9 @@ from hpcdp.train.progress import draw_curves
 from hpcdp.train.trainer import Trainer
 
 RNG = np.random.default_rng(11)
-CENTRES = RNG.normal(size=(3, 5)) * 2
+CENTERS = RNG.normal(size=(3, 5)) * 2
 LABELS = RNG.integers(0, 3, size=70)
-SAMPLES = ArrayDataset((CENTRES[LABELS] + RNG.normal(size=(70, 5))).astype(np.float32), LABELS)
+SAMPLES = ArrayDataset((CENTERS[LABELS] + RNG.normal(size=(70, 5))).astype(np.float32), LABELS)
 
 
 class Batches:

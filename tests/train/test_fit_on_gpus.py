@@ -97,7 +97,7 @@ def test_a_run_on_gpus_is_that_on_the_host(place, layout):
 
 
 @pytest.mark.parametrize("gpus_on_host", [0, pytest.param(1, marks=pytest.mark.thorough)], indirect=True)
-def test_ranks_without_samples_take_part_in_joint_batch_normalisation_on_gpus(place):
+def test_ranks_without_samples_take_part_in_joint_batch_normalization_on_gpus(place):
     place("host")
     wanted = run_on_host(3, norm=SyncBatchNorm)
     place("gpu")

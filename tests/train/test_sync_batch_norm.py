@@ -1,4 +1,4 @@
-"""Batch normalisation over all ranks, against one process that has the whole batch."""
+"""Batch normalization over all ranks, against one process that has the whole batch."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Shares of ranks in a batch: given, measured, kept; what is learnt does not depend on them."""
+"""Shares of ranks in a batch: given, measured, kept; what is learned does not depend on them."""
 
 import time
 

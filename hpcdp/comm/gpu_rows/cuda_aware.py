@@ -126,7 +126,7 @@ def _exchange(comm: Communicator, sent: Array, received: Array, messages: int = 
 
 
 def _seconds(comm: Communicator | None) -> tuple[float, float]:
-    """Time an exchange between neighbours of ``comm``: direct, and through host memory; every rank of it must call.
+    """Time an exchange between neighbors of ``comm``: direct, and through host memory; every rank of it must call.
 
     The latter is not pipelined here, unlike the real staging. Direct messages may take a little longer, because they
     leave the host to other work.

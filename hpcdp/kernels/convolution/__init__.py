@@ -2,7 +2,7 @@
 
 Functions have the names and arguments of `reference`; all arrays must be C-contiguous. Pooling has its bits:
 sums start from 0, so that none is -0, and add in the same order, gradients from the last window to the first. The usual
-windows of 2 x 2 without overlap or padding have separate loops that vectorise. Indices are unsigned where Numba would
+windows of 2 x 2 without overlap or padding have separate loops that vectorize. Indices are unsigned where Numba would
 check each for a negative value.
 """
 

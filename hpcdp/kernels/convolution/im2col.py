@@ -419,7 +419,7 @@ def _finish(product, steps, bias, relu, out, span):  # type: ignore[no-untyped-d
     """
     zero = out.dtype.type(0)
     size = span[1] - span[0]
-    line = np.empty(size, out.dtype)  # copy of a strided plane, so that loops vectorise
+    line = np.empty(size, out.dtype)  # copy of a strided plane, so that loops vectorize
     for n in range(out.shape[0]):
         for c in range(out.shape[1]):
             b = bias[c]
@@ -440,7 +440,7 @@ def _finish(product, steps, bias, relu, out, span):  # type: ignore[no-untyped-d
 
 @kernel([f(f[::1]) for f in _FLOATS], fastmath={"reassoc"})
 def _total(x):  # type: ignore[no-untyped-def]
-    # A reassociated loop must not store: it would be vectorised only if its arrays are far enough apart, which changes
+    # A reassociated loop must not store: it would be vectorized only if its arrays are far enough apart, which changes
     # the order of the sum, and so its last bits, from call to call.
     total = x.dtype.type(0)
     for i in range(x.size):

@@ -1,11 +1,11 @@
 """Kernels of CuPy arrays: of networks, reductions, optimizer updates and gradient encodings.
 
 Functions have the names and arguments of `reference`. Computations of 16-bit floats are in float32, rounded
-once. GELU, layer normalisation, attention and LSTM are the reference's.
+once. GELU, layer normalization, attention and LSTM are the reference's.
 
 - Elementwise (`elementwise.cu`, `epilogue.cu`, `cast.cu`): the reference's bits where gradients are finite, except for
   a NaN in float16. Sums of gradients of a bias are in float64, equal up to rounding.
-- Batch normalisation and channel sums (`batch_norm.cu`, `channels.cuh`): sums are equal up to rounding in float64, and
+- Batch normalization and channel sums (`batch_norm.cu`, `channels.cuh`): sums are equal up to rounding in float64, and
   bits for the same sums. Values per channel are float32 if ``x`` has 16 bits. Forward and backward are three launches
   each; for a batch split over ranks (`nn.functional`) CuPy computes the values per channel.
 - Cross-entropy and rows (`cross_entropy.cu`, `rows.cu`): cross-entropy is equal up to the rounding of ``exp`` and
@@ -19,7 +19,7 @@ once. GELU, layer normalisation, attention and LSTM are the reference's.
 - Updates (`update.cu`, `lars.cu`): one pass over memory, the same bits. For CUDA graphs, which freeze numbers,
   coefficients may be a float64 array on the GPU. So may ``scale``, shape ``(1,)``, which replaces the scale in the
   coefficients. LARS reads the norms on the GPU without a wait of the host.
-- Encodings (`quantise.cu`, `compress.cu`, `top_k.cuh`): scales of blocks are equal up to rounding; all else has the
+- Encodings (`quantize.cu`, `compress.cu`, `top_k.cuh`): scales of blocks are equal up to rounding; all else has the
   same bits for the same scales. Nothing is copied to the host, and nothing waits.
 """
 
@@ -48,7 +48,7 @@ from ..reference import layer_norm as layer_norm
 from ..reference import layer_norm_gradients as layer_norm_gradients
 from ..reference import lstm_step as lstm_step
 from ..reference import lstm_step_gradients as lstm_step_gradients
-from ..reference import normalise_rows as normalise_rows
+from ..reference import normalize_rows as normalize_rows
 from ..reference import softmax_gradient as softmax_gradient
 from .capture import matmul
 
@@ -171,7 +171,7 @@ def batch_norm(x: Array, scale: Array, shift: Array, out: Array, saved: tuple[Ar
     of_channels = (partial, scale, mean.dtype.type(eps), mean, variance, factor)
     sizes = cuda.shape_of_channels(x), np.int64(partial.shape[2])
     cuda.launch(_FILE, f"statistics_{of_type}", x.shape[1], x, *of_channels, *sizes)
-    cuda.launch(_FILE, f"normalise_{of_type}", _blocks(x), x, mean, factor, shift, out, cuda.shape_of_channels(x))
+    cuda.launch(_FILE, f"normalize_{of_type}", _blocks(x), x, mean, factor, shift, out, cuda.shape_of_channels(x))
 
 
 def batch_norm_gradients(
@@ -196,12 +196,12 @@ def channel_sums(x: Array, sums: Array) -> None:
     _add_partials(_partial_sums(f"channel_sums_{of_type}", x, np.bool_(False)), sums)
 
 
-def normalise(x: Array, scale: Array, shift: Array, saved: tuple[Array, Array], out: Array, eps: float) -> None:
-    """See `reference.normalise`."""
+def normalize(x: Array, scale: Array, shift: Array, saved: tuple[Array, Array], out: Array, eps: float) -> None:
+    """See `reference.normalize`."""
     mean, variance = saved
-    of_type = _checked("normalise", (x, out), (scale, shift, *saved))
+    of_type = _checked("normalize", (x, out), (scale, shift, *saved))
     factor = scale / array_namespace(x).sqrt(variance + eps)
-    cuda.launch(_FILE, f"normalise_{of_type}", _blocks(x), x, mean, factor, shift, out, cuda.shape_of_channels(x))
+    cuda.launch(_FILE, f"normalize_{of_type}", _blocks(x), x, mean, factor, shift, out, cuda.shape_of_channels(x))
 
 
 def gradient_sums(gy: Array, x: Array, saved: tuple[Array, Array], sums: Array, eps: float) -> None:
@@ -299,7 +299,7 @@ def add_rows(table: Array, rows: Array, values: Array) -> None:
     of_type = cuda.type_name("add_rows", _DTYPES, count * features, values)
     cuda.check("add_rows", (str(values.dtype),), number * features, table)
     cuda.check("add_rows", ("int64",), count, rows)
-    if number == 0:  # there would be no digit to sort by, and `order` would stay uninitialised
+    if number == 0:  # there would be no digit to sort by, and `order` would stay uninitialized
         return
     xp, chunk = array_namespace(table), max(_CHUNK, -(-count // cuda.MAX_BLOCKS))
     blocks = -(-count // chunk)
@@ -637,14 +637,14 @@ def _pack(name: str, width: int, arrays: tuple[Array, Array], threshold: float, 
     cuda.check(name, ("uint32",), -(-count // width), words)
     scalars = (_rounded(threshold, arrays[0]), _rounded(magnitude, arrays[0]))
     blocks = cuda.blocks(num_blocks(count) * cuda.WARP)
-    cuda.launch("quantise", f"{name}_{of_type}", blocks, *arrays, np.int64(count), *scalars, words)
+    cuda.launch("quantize", f"{name}_{of_type}", blocks, *arrays, np.int64(count), *scalars, words)
 
 
 def _unpack(name: str, width: int, words: Array, magnitude: float, out: Array) -> None:
     of_type = cuda.type_name(name, _PACKED_DTYPES, out.size, out)
     cuda.check(name, ("uint32",), -(-out.size // width), words)
     blocks = cuda.blocks(-(-out.nbytes // 16))
-    cuda.launch("quantise", f"{name}_{of_type}", blocks, words, out, np.int64(out.size), _rounded(magnitude, out))
+    cuda.launch("quantize", f"{name}_{of_type}", blocks, words, out, np.int64(out.size), _rounded(magnitude, out))
 
 
 def _rounded(value: float, like: Array) -> np.generic:

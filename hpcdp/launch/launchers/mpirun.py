@@ -25,7 +25,7 @@ from ...errors import LaunchError, listed
 from .. import hosts, mpi_library, process_monitor
 from ..guard_client import ALIVE, AT_ONCE, SSH, Guards
 from ..hosts import assign_ranks, of_ranks, those_of_this_machine
-from ..mpi_library import Dialect, environment, environment_of_hosts, program, travelling
+from ..mpi_library import Dialect, environment, environment_of_hosts, program, traveling
 from ..runner import check, check_binding, say, supervise, warn_of_other_library
 from . import Command, Job, LaunchPlan, batch, server
 
@@ -214,7 +214,7 @@ def plan_mpirun(
         environ |= dialect.by_ssh(in_batch=batch_system(os.environ) is not None)
     path = folder / "hosts"
     where = dialect.placed(places, path) if places else dialect.per_node(job.ranks_per_node)
-    everywhere = [*dialect.exports(travelling(environ, job.env)), *dialect.folder(job.sync_dst_dir)]
+    everywhere = [*dialect.exports(traveling(environ, job.env)), *dialect.folder(job.sync_dst_dir)]
     attached = [] if given is None else dialect.under_slurm()
     argv = [str(mpirun), *dialect.options(job), *attached, *where, *further, "-n", str(job.ranks), *everywhere]
     argv += program([program_on_hosts(job), *job.program[1:]])
@@ -270,7 +270,7 @@ def _run_by_ssh(
             tell(f"copying {os.getcwd()} to {job.sync_dst_dir} on all hosts")
             copy_folder([place.name for place in places], job.sync_dst_dir)
         with _segments(dialect, environ) as (environ, segments_folder):
-            exported = {name: environ[name] for name in travelling(environ, job.env)}
+            exported = {name: environ[name] for name in traveling(environ, job.env)}
             guards.begin(job.ranks + job.servers, job.servers, exported, segments_folder, interface)
             folder, is_copy = job.sync_dst_dir or os.getcwd(), job.sync_dst_dir is not None
             guards.check(folder, program_on_hosts(job), job.interface, is_copy=is_copy)

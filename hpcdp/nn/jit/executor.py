@@ -73,7 +73,7 @@ class Arena:
         """Bytes of all blocks."""
 
     def take(self, number: int, like: np.ndarray) -> np.ndarray:
-        """Return uninitialised memory for the result of a node, with shape, dtype and memory order of ``like``."""
+        """Return uninitialized memory for the result of a node, with shape, dtype and memory order of ``like``."""
         most = _WASTE * max(like.nbytes, _ALIGNMENT)
         fitting = [block for block in self._free if like.nbytes <= block.nbytes <= most]
         if fitting:

@@ -1,4 +1,4 @@
-"""Graphs of traced networks: their nodes, rewriting passes, summary and drawing, and JSON serialisation.
+"""Graphs of traced networks: their nodes, rewriting passes, summary and drawing, and JSON serialization.
 
 Rewriting merges operators that need fewer passes over memory, with the same bits. A graph read from JSON is checked
 before anything is computed with it.
@@ -476,7 +476,7 @@ def arrays_of(graph: Graph) -> dict[str, np.ndarray]:
 
 
 def as_json(graph: Graph, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Return the graph of a prediction as JSON data; `ConfigError` if an attribute or operand cannot be serialised."""
+    """Return the graph of a prediction as JSON data; `ConfigError` if an attribute or operand cannot be serialized."""
     calls = calls_as_json(graph)
     nodes = zip(calls["nodes"], graph.nodes, strict=True)
     return {

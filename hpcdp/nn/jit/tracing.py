@@ -470,7 +470,7 @@ def _meta(x: Tensor) -> Meta:
 
 
 def _plain(value: Any) -> Any:
-    """Return an attribute as a serialisable value, except for a random generator."""
+    """Return an attribute as a serializable value, except for a random generator."""
     if isinstance(value, (type, np.dtype)):
         return str(np.dtype(value))
     if isinstance(value, np.ndarray) and not value.ndim:

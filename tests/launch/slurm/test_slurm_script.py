@@ -393,7 +393,7 @@ def test_the_status_is_that_of_the_rank_that_failed_first(tmp_path: Path, said: 
     assert done.stdout + done.stderr == f"{found}\n"
 
 
-def test_a_job_that_is_cancelled_names_the_command_that_goes_on_where_it_has_saved(tmp_path: Path) -> None:
+def test_a_job_that_is_canceled_names_the_command_that_goes_on_where_it_has_saved(tmp_path: Path) -> None:
     program = TAKES.format(before="", status=143).replace("touch started", FAILS.format(step=5).split("echo")[0])
     stage = Stage(tmp_path, "", ScriptRequest(template="train", program=TRAIN), hpcdp=program)
     stage.until("ready")
@@ -412,7 +412,7 @@ def test_what_does_not_train_has_no_requeues(template: str) -> None:
     assert "requeues=0\n" in render(ScriptRequest(template="train", requeues=0), SRUN).text
 
 
-def test_a_job_that_is_cancelled_does_not_come_back(tmp_path: Path) -> None:
+def test_a_job_that_is_canceled_does_not_come_back(tmp_path: Path) -> None:
     stage = Stage(tmp_path, TAKES.format(before="", status=75))
     stage.until("ready")
     stage.job.send_signal(signal.SIGTERM)

@@ -24,9 +24,9 @@ from hpcdp.train.preemption import Reason, StopRequests
 from hpcdp.train.trainer import Trainer
 
 RNG = np.random.default_rng(11)
-CENTRES = RNG.normal(size=(3, 1, 4, 4)) * 2
+CENTERS = RNG.normal(size=(3, 1, 4, 4)) * 2
 LABELS = RNG.integers(0, 3, size=70)
-SAMPLES = data.ArrayDataset((CENTRES[LABELS] + RNG.normal(size=(70, 1, 4, 4))).astype(np.float32), LABELS)
+SAMPLES = data.ArrayDataset((CENTERS[LABELS] + RNG.normal(size=(70, 1, 4, 4))).astype(np.float32), LABELS)
 EPOCHS, BATCH, STEPS = 3, 6, 12
 TIMES = ("seconds", "samples_per_s", "comm_s", "comm_exposed_s", "data_s", "compute_s", "critical_path_s",
          "critical_path", "slowest_rank", "slowest_host", "slowest_ratio", "stragglers", "by_rank")  # fmt: skip

@@ -15,9 +15,9 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 
-ends_soon='' cancelled=''
+ends_soon='' canceled=''
 trap 'ends_soon=1' USR1
-trap 'cancelled=${cancelled:-now}' TERM
+trap 'canceled=${canceled:-now}' TERM
 job=$SLURM_JOB_ID
 echo "hpcdp: job $job, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST"
 
@@ -118,10 +118,10 @@ ranks=$!
 exec 3>&-
 SECONDS=0 told=''
 while sleep 2; [[ -n $(jobs -pr) ]]; do
-  if [[ $cancelled == now ]]; then
+  if [[ $canceled == now ]]; then
     kill -s TERM "$ranks"
-    cancelled=told
-  elif [[ -n $ends_soon && -z $cancelled ]] && [[ -z $told || $SECONDS -lt 120 ]]; then
+    canceled=told
+  elif [[ -n $ends_soon && -z $canceled ]] && [[ -z $told || $SECONDS -lt 120 ]]; then
     kill -s USR1 "$ranks"
     told=1
   fi
@@ -134,7 +134,7 @@ if ((status == 0)); then
 fi
 
 # Status 75: stopped early, with a checkpoint. After a failure a job is requeued
-# a limited number of times, if it has saved since its start. A cancelled job is
+# a limited number of times, if it has saved since its start. A canceled job is
 # not requeued. Slurm requeues preempted jobs itself.
 saved=$(newest) requeues_job='' why='' failed='' lost=()
 known=$(scontrol show job "$job")
@@ -144,7 +144,7 @@ faults=$(cat "$count" 2>/dev/null)
 if ((status == 75)); then
   echo "hpcdp: job $job has stopped with a checkpoint"
   requeues_job=1
-elif [[ -z $cancelled ]]; then
+elif [[ -z $canceled ]]; then
   sleep 1  # until the last messages are copied
   blame
   mapfile -t lost < <(unanswering)
@@ -159,7 +159,7 @@ elif [[ -z $cancelled ]]; then
     requeues_job=1
   fi
 fi
-if [[ $known == *' Requeue=0 '* || (-n $cancelled && -z $ends_soon) ]]; then
+if [[ $known == *' Requeue=0 '* || (-n $canceled && -z $ends_soon) ]]; then
   requeues_job=''
 fi
 if [[ -n $requeues_job && $status -ne 75 ]]; then
@@ -169,13 +169,13 @@ if [[ -n $requeues_job && $status -ne 75 ]]; then
   if ((${#lost[@]})); then
     limit=$(scontrol show config | sed -n 's/^SlurmdTimeout *= *\([0-9]*\).*/\1/p')
     echo "hpcdp: job $job waits until Slurm reports that ${lost[*]} is down"
-    trap 'cancelled=now' TERM
+    trap 'canceled=now' TERM
     SECONDS=0
-    until has_named "${lost[@]}" || [[ -n $cancelled ]] || ((SECONDS > ${limit:-300} + 60)); do
+    until has_named "${lost[@]}" || [[ -n $canceled ]] || ((SECONDS > ${limit:-300} + 60)); do
       sleep 2
     done
     trap '' TERM
-    if [[ -n $cancelled ]]; then
+    if [[ -n $canceled ]]; then
       requeues_job='' ends_soon=''
     fi
   fi
@@ -187,7 +187,7 @@ printf -v again 'cd %q && sbatch%s %q%s' "$SLURM_SUBMIT_DIR" \
 if [[ -n $requeues_job ]]; then
   echo "hpcdp: job $job is requeued"
   scontrol requeue "$job" || echo "hpcdp: job $job was not requeued; resume with: $again"
-elif [[ -n $cancelled && -z $ends_soon && ($status -eq 75 || -n $saved) ]]; then
+elif [[ -n $canceled && -z $ends_soon && ($status -eq 75 || -n $saved) ]]; then
   echo "hpcdp: job $job was ended from outside; unless Slurm requeues it, resume with: $again"
 elif [[ $status -eq 75 || -n $saved ]]; then
   echo "hpcdp: job $job is not requeued${why:+: $why}; resume with: $again"

@@ -125,9 +125,9 @@ def test_a_nan_is_kept_to_itself():
 
 @pytest.mark.parametrize("bits", ["two", "one"])
 def test_arrays_that_do_not_fit_are_refused(bits):
-    quantise = kernels.load("gradients")
+    quantize = kernels.load("gradients")
     grad, packed = np.zeros(65, "f4"), np.zeros(2, "u4")
-    pack, unpack = getattr(quantise, f"pack_{bits}_bit"), getattr(quantise, f"unpack_{bits}_bit")
+    pack, unpack = getattr(quantize, f"pack_{bits}_bit"), getattr(quantize, f"unpack_{bits}_bit")
     with pytest.raises(ValueError, match="bit field"):
         pack(grad, grad.copy(), 0.5, 0.5, packed)
     with pytest.raises(ValueError, match="as many elements"):
