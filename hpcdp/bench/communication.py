@@ -338,7 +338,7 @@ CALLS: dict[str, Call] = {
         x, how.op, how.root, world, how.algorithm, None if out is x else out
     ),
     "allgatherv": lambda x, out, how, world: collectives.allgather(x, world, how.algorithm),
-    "alltoall": lambda x, out, how, world: collectives.alltoall(x, None, world, out),
+    "alltoall": lambda x, out, how, world: collectives.alltoall(x, None, world, out, how.algorithm),
     "gather": lambda x, out, how, world: collectives.gather(
         x, how.root, world, out if world.rank == how.root else None
     ),

@@ -1,11 +1,12 @@
 """`hpcdp tune`: measure links and algorithms in this world, and save the fastest algorithm for each size.
 
-Later jobs of the same shape use the table with ``algorithm="auto"``. An algorithm replaces the MPI library's own, or
-another one, only if it is at least 8% faster in the median of the ratios of alternating turns, so that noise does not
-choose. Between two measured sizes with different choices the library's own runs; `entries` describes sizes beyond the
-measured ones. Sizes and collectives that are not measured keep their saved choice. Each time is printed beside the
-prediction of the cost model. ``reference`` is timed but never chosen: it is the specification, and its memory grows
-with the number of ranks.
+Later jobs of the same shape use the table with ``algorithm="auto"``. An algorithm replaces the baseline, or another
+one, only if it is at least 8% faster in the median of the ratios of alternating turns, so that noise does not choose.
+The baseline is the MPI library's own algorithm; for blocks that messages move, where the library's would not progress
+beside computation, pairwise exchange or the ring. Between two measured sizes with different choices the baseline runs;
+`entries` describes sizes beyond the measured ones. Sizes and collectives that are not measured keep their saved choice.
+Each time is printed beside the prediction of the cost model. ``reference`` is timed but never chosen: it is the
+specification, and its memory grows with the number of ranks.
 
 `probe` measures links and cores for the cost model, in a node at several sizes, because MPI libraries send long
 messages differently and caches are small. `predictor` predicts a benchmark.
@@ -25,6 +26,7 @@ import numpy as np
 from .. import __version__, comm
 from ..collectives import ALGORITHMS, allreduce, registry
 from ..collectives.cost_model import ETHERNET, Link, MachineModel, Rates, predicted_s
+from ..collectives.intra_node import can_share
 from ..collectives.registry import Table
 from ..comm import World
 from ..comm.communicator import Steps, resolve
@@ -406,7 +408,10 @@ def _of_collective(settings: Settings, world: World, machine: MachineModel) -> P
         nbytes: int = row["total_nbytes"] if "total_nbytes" in row else row["nbytes"]
         algorithm = settings.algorithm
         if collective in BLOCKS:
-            algorithm = "shared" if topology.nodes == 1 and topology.shared_memory else "messages"
+            if algorithm == "auto" and topology.nodes == 1 and topology.shared_memory:
+                algorithm = "shared"
+            elif algorithm == "auto":
+                algorithm = registry.choose_movement(collective, nbytes, world)
         elif algorithm == "auto":
             algorithm = registry.choose(collective, nbytes, dtype, op, world)
         return {"predicted_us": 1e6 * predicted_s(collective, algorithm, nbytes, topology, machine)}
@@ -420,7 +425,6 @@ def with_predictions(rows: Iterable[Row], predicted: Predictor) -> Iterator[Row]
         yield row | predicted(row)
 
 
-LIBRARY = "native"
 GAIN = 1.08
 """The minimum speedup of an algorithm over the one that it replaces; less is noise on a busy machine."""
 
@@ -471,7 +475,7 @@ def main(argv: Sequence[str]) -> int:
     given = parser().parse_args(argv)
 
     for name in given.collectives:
-        one_of("tune", "collective", name, ALGORITHMS)
+        one_of("tune", "collective", name, registry.TUNED)
     sizes = size_range(given.sizes or ("4:4M" if given.quick else "4:64M"), 4 if given.quick else 2)
     if sizes[0] < 4:
         raise ConfigError("tune -m", expected="4 bytes or more, a float32", got=given.sizes)
@@ -530,24 +534,26 @@ def tune(world: World, effort: Effort, dry_run: bool = False, collectives: Seque
     _say(world, _comments([*facts, _GAIN_IS]))
     before = registry.loaded(world) or {}
     choices, measured, faulty = dict(before.get("choices", {})), dict(before.get("measured", {})), 0
-    for collective in collectives or ALGORITHMS:
+    # Blocks in the memory of a node have one way only.
+    usual = ALGORITHMS if can_share(world) else registry.TUNED
+    for collective in collectives or usual:
         rows = []
-        names = usable(world, collective)
-        _say(world, ["", *textwrap.wrap(f"# {collective}: {', '.join(names)}", 80, subsequent_indent="# "), HEADING])
-        incumbent = LIBRARY
-        parts = world.size if collective == "allgather" else 1
+        names, baseline = usable(world, collective), registry.baseline_of(collective)
+        title = textwrap.wrap(f"# {collective}: {', '.join(names)}", 80, subsequent_indent="# ")
+        _say(world, ["", *title, heading(baseline)])
+        incumbent = baseline
+        parts = world.size if collective in ("allgather", *BLOCKS) else 1
         for nbytes in dict.fromkeys(max(1, size // 4 // parts) * 4 * parts for size in effort.sizes):
             row = measure(world, collective, names, nbytes, effort)
-            incumbent = row["chosen"] = chosen(row["gain"], incumbent)
+            incumbent = row["chosen"] = chosen(row["gain"], incumbent, baseline)
             algorithms = () if crowded else row["median_us"]
             row["predicted_us"] = predictions(world, machine, collective, row["nbytes"], algorithms)
             faulty += sum(row["wrong"].values())
-            _say(world, [line(row)])
+            _say(world, [line(row, baseline)])
             rows.append(row)
         measured[collective] = merged(measured.get(collective, []), rows)
-        choices[collective] = entries(
-            *zip(*((row["nbytes"], row["chosen"]) for row in measured[collective]), strict=True)
-        )
+        known = measured[collective]
+        choices[collective] = entries([row["nbytes"] for row in known], [row["chosen"] for row in known], baseline)
     table = registry.make(world, machine, choices, measured)
     if faulty:
         _say(world, ["", f"# {faulty} elements were WRONG: nothing is saved"])
@@ -570,6 +576,8 @@ def _say(world: World, lines: Iterable[str]) -> None:
 
 def usable(world: World, collective: str) -> list[str]:
     """Return the algorithms of ``collective`` that can run in ``world``; every rank must call."""
+    if collective in registry.MOVEMENTS:
+        return registry.movements(collective, world)
     names = []
     for name in ALGORITHMS[collective]:
         x = np.ones(world.size, np.float32)
@@ -590,16 +598,18 @@ def measure(world: World, collective: str, names: Sequence[str], nbytes: int, ef
         world: the ranks.
         collective: the collective.
         names: the algorithms.
-        nbytes: the size of the whole float32 array, for an allgather that of the equal parts of all ranks.
+        nbytes: the size of the whole float32 array, for an allgather that of the equal parts of all ranks, for an
+            alltoall that of a rank's blocks for all ranks.
         effort: the number of timings.
 
     Returns:
         ``nbytes`` and by algorithm ``median_us`` (of the slowest rank), ``wrong`` (elements on all ranks) and ``gain``,
-        the speedup over the MPI library's own. ``gain`` has only algorithms that may be chosen: correct, at most 1.5
-        times as slow as the fastest in the first timing, and not slower than the library's own in 75% of the turns.
+        the speedup over the baseline. ``gain`` has only algorithms that may be chosen: correct, at most 1.5 times as
+        slow as the fastest in the first timing, and not slower than the baseline in 75% of the turns.
     """
     how = CollectiveSweep(collective, np.dtype(np.float32))
-    count = nbytes // 4 // (world.size if collective == "allgather" else 1)
+    count = nbytes // 4 // (world.size if collective in ("allgather", *BLOCKS) else 1)
+    baseline = registry.baseline_of(collective)
     buffers = Buffers(how, count, world)
 
     def timed(algorithms: Sequence[str], schedule: MeasuringSchedule) -> tuple[dict[str, Any], dict[str, int]]:
@@ -614,16 +624,16 @@ def measure(world: World, collective: str, names: Sequence[str], nbytes: int, ef
     median_us = {name: float(np.median(us)) for name, us in heat.items()}
     right = [name for name in affordable if not faults[name] and name != "reference"]
     best = min((median_us[name] for name in right), default=0.0)
-    finalists = [name for name in right if name == LIBRARY or median_us[name] <= _IN_REACH * best]
-    gain = {LIBRARY: 1.0}
-    if len(finalists) > 1 and LIBRARY in finalists:
+    finalists = [name for name in right if name == baseline or median_us[name] <= _IN_REACH * best]
+    gain = {baseline: 1.0}
+    if len(finalists) > 1 and baseline in finalists:
         turns, again = timed(finalists, _finals(nbytes, sum(median_us[name] for name in finalists), effort))
         median_us |= {name: float(np.median(us)) for name, us in turns.items()}
         faults |= again
         gain |= {
-            name: median_ratio(turns[LIBRARY], us)
+            name: median_ratio(turns[baseline], us)
             for name, us in turns.items()
-            if not again[name] and np.mean(turns[LIBRARY] >= us) >= _STEADY
+            if not again[name] and np.mean(turns[baseline] >= us) >= _STEADY
         }
     return {"nbytes": nbytes, "median_us": median_us, "gain": gain, "wrong": faults}
 
@@ -639,16 +649,17 @@ def _finals(nbytes: int, once_us: float, effort: Effort) -> Any:
     return replace(schedule, turns=max(3, min(schedule.turns, affordable)))
 
 
-def chosen(gain: dict[str, float], incumbent: str) -> str:
+def chosen(gain: dict[str, float], incumbent: str, baseline: str = registry.LIBRARY) -> str:
     """Return the algorithm for a size.
 
     Args:
-        gain: the speedup over the MPI library's own by algorithm.
+        gain: the speedup over the baseline by algorithm.
         incumbent: the choice for the next smaller size, kept unless the best one is `GAIN` times as fast.
+        baseline: the algorithm that others must beat.
     """
     best = max(gain, key=gain.__getitem__)
     if gain[best] < GAIN:
-        return LIBRARY
+        return baseline
     return incumbent if gain.get(incumbent, 0.0) >= max(GAIN, gain[best] / GAIN) else best
 
 
@@ -658,29 +669,30 @@ def merged(before: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> 
     return [by_size[nbytes] for nbytes in sorted(by_size)]
 
 
-def entries(sizes: Sequence[int], names: Sequence[str]) -> list[list[Any]]:
+def entries(sizes: Sequence[int], names: Sequence[str], baseline: str = registry.LIBRARY) -> list[list[Any]]:
     """Return the choices in the form of `registry.Table`, as pairs of a largest size and an algorithm.
 
-    Between two sizes with different choices, and below a smallest size of more than 64 bytes, the library's own runs.
+    Between two sizes with different choices, and below a smallest size of more than 64 bytes, the baseline runs.
     Above the largest size the last choice holds if that size is at least 16 MB; otherwise there is no choice.
 
     Args:
         sizes: the measured sizes in ascending order.
         names: the choice for each size.
+        baseline: the algorithm that others must beat.
     """
-    ranges: list[list[Any]] = [[sizes[0] - 1, LIBRARY]] if sizes[0] > _SMALL_NBYTES else []
+    ranges: list[list[Any]] = [[sizes[0] - 1, baseline]] if sizes[0] > _SMALL_NBYTES else []
     for number, name in enumerate(names):
         after = names[number + 1] if number + 1 < len(names) else name
         last = number + 1 == len(names)
         most = None if last and sizes[number] >= _LARGE_NBYTES else sizes[number]
-        if not last and after != name and name == LIBRARY:
+        if not last and after != name and name == baseline:
             most = sizes[number + 1] - 1
         if ranges and ranges[-1][1] == name:
             ranges[-1][0] = most
         else:
             ranges.append([most, name])
-        if after != name and LIBRARY not in (name, after):
-            ranges.append([sizes[number + 1] - 1, LIBRARY])
+        if after != name and baseline not in (name, after):
+            ranges.append([sizes[number + 1] - 1, baseline])
     return ranges
 
 
@@ -692,16 +704,21 @@ def predictions(
     return {name: 1e6 * predicted_s(collective, name, nbytes, nodes, machine) for name in algorithms}
 
 
-_GAIN_IS = "gain: the speedup of the chosen algorithm over native, the MPI library's own"
-HEADING = f"{'# size':<8}{'chosen':<18}{'us':>10}{'predicted':>11}{'native us':>11}{'predicted':>11}{'gain':>7}"
+_GAIN_IS = "gain: the speedup of the chosen algorithm over the other; native is the MPI library's own"
 
 
-def line(row: dict[str, Any]) -> str:
+def heading(baseline: str) -> str:
+    """Return the heading of the lines of a collective."""
+    us = f"{baseline} us"
+    return f"{'# size':<8}{'chosen':<18}{'us':>10}{'predicted':>11}{us:>12}{'predicted':>11}{'gain':>6}"
+
+
+def line(row: dict[str, Any], baseline: str) -> str:
     """Return the line of one size, at most 80 columns wide unless a result was wrong."""
     name, us, predicted = row["chosen"], row["median_us"], row["predicted_us"]
-    expected = {key: f"{predicted[key]:.1f}" if key in predicted else "-" for key in (name, LIBRARY)}
-    figures = f"{us[name]:>10.1f}{expected[name]:>11}{us[LIBRARY]:>11.1f}{expected[LIBRARY]:>11}"
-    text = f"{format_size(row['nbytes']):<8}{name:<18}{figures}{row['gain'].get(name, 1.0):>7.2f}"
+    expected = {key: f"{predicted[key]:.1f}" if key in predicted else "-" for key in (name, baseline)}
+    figures = f"{us[name]:>10.1f}{expected[name]:>11}{us[baseline]:>12.1f}{expected[baseline]:>11}"
+    text = f"{format_size(row['nbytes']):<8}{name:<18}{figures}{row['gain'].get(name, 1.0):>6.2f}"
     return " ".join([text, *(f"{key} {count} WRONG" for key, count in row["wrong"].items() if count)])
 
 
@@ -720,7 +737,9 @@ def show(world: World) -> None:
     _say(world, [f"# {where}", *_fingerprint_lines(table)])
     _say(world, _comments([*describe(registry.machine(world), several), _GAIN_IS]))
     for collective, ranges in table["choices"].items():
-        _say(world, ["", f"# {collective}", HEADING, *map(line, table["measured"].get(collective, []))])
+        baseline = registry.baseline_of(collective)
+        rows = [line(row, baseline) for row in table["measured"].get(collective, [])]
+        _say(world, ["", f"# {collective}", heading(baseline), *rows])
         _say(world, _comments([f"auto: {_as_text(ranges)}"]))
 
 

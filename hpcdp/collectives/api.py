@@ -46,6 +46,8 @@ T = TypeVar("T")
 _MOVED: Any = object()
 """Replaces the op of collectives that move data without reducing it."""
 
+_OF_ANY_LENGTH = ("auto", *registry.MOVEMENTS["allgatherv"])
+"""The algorithms of an allgather whose arrays may differ in the length of axis 0."""
 _MOST_PLANS = 4096
 _NO_PLANS: dict[object, Any] = {}
 
@@ -275,7 +277,8 @@ def allgather(x: ArrayT, world: World | None = None, algorithm: str = "auto", ou
         x: as for `allreduce`, or of a complex or bool dtype. Without ``out``, ranks may differ in the length of axis
             0, which may be 0; a number counts as shape ``(1,)``.
         world: the ranks; default `hpcdp.init()`.
-        algorithm: ``"auto"``, or a name in ``ALGORITHMS["allgather"]``, which without ``out`` needs ``x`` of one shape.
+        algorithm: ``"auto"``, or a name in ``ALGORITHMS["allgather"]``. Without ``out`` also ``"bruck_allgather"``, and
+            all but this and ``"ring"`` need ``x`` of one shape on all ranks.
         out: receives all, any shape with N elements: rank r's ``x`` becomes elements ``N r // n`` to ``N (r + 1) //
             n``, as `reduce_scatter` leaves them, and may be a view of them. Default a new array.
 
@@ -286,8 +289,8 @@ def allgather(x: ArrayT, world: World | None = None, algorithm: str = "auto", ou
         UnsupportedError: as `allreduce`, or x has another size than its shard of ``out``.
         MismatchError: ranks differ in dtype, another axis or operation; the same error on every rank.
     """
-    if out is None and algorithm == "auto":
-        return data_movement.run("allgather", world, x)
+    if out is None and algorithm in _OF_ANY_LENGTH:
+        return data_movement.run("allgather", world, x, algorithm)
     world = ranks_of(world)
     host, gathered, out = _gathered("allgather", x, world, out)
     plan = _planned("allgather", flat(gathered), _MOVED, algorithm, world)  # the ranks' ``out`` may differ in shape
@@ -305,8 +308,8 @@ def iallgather(
     x: ArrayT, world: World | None = None, algorithm: str = "auto", out: ArrayT | None = None
 ) -> Operation[ArrayT]:
     """Start an `allgather`, with the same arguments and errors; see `iallreduce`."""
-    if out is None and algorithm == "auto":
-        return data_movement.start("iallgather", world, x)
+    if out is None and algorithm in _OF_ANY_LENGTH:
+        return data_movement.start("iallgather", world, x, algorithm)
     world = ranks_of(world)
     host, gathered, out = _gathered("iallgather", x, world, out)
     plan = _planned("iallgather", flat(gathered), _MOVED, algorithm, world)

@@ -24,7 +24,7 @@ optimal all-reduce algorithms for clusters of workstations", 2009.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -207,6 +207,13 @@ def all_pairs(topology: Topology) -> Load:
     """Return the load of a message from every rank to every other."""
     n, most = topology.ranks, max(topology.local_sizes)
     return Load(max(size * (n - size) for size in topology.local_sizes), most * (most - 1), n - 1)
+
+
+@lru_cache
+def shifted(topology: Topology, distance: int) -> Load:
+    """Return the load of a message from every rank to the one at ``distance``."""
+    ranks = np.arange(topology.ranks)
+    return _load(ranks, np.roll(ranks, -distance), topology)
 
 
 @lru_cache
@@ -423,9 +430,39 @@ def _shared_rooted(nbytes: float, on: Topology, of: MachineModel) -> Cost:
     return _busy((chunks + 2) * of.wait_s + (on.ranks + 1) / on.ranks * nbytes * of.copy_s_per_byte)
 
 
+def _copied(nbytes: float, of: MachineModel) -> Cost:
+    return _busy(nbytes * of.copy_s_per_byte)
+
+
 def _pairwise(nbytes: float, on: Topology, of: MachineModel) -> Cost:
-    """(n - 1) (alpha + S / n beta) (Thakur et al., 2005, section 4.3)."""
-    return (on.ranks - 1) * all_pairs(on).cost(nbytes / on.ranks / max(1, on.ranks - 1), of)
+    """(n - 1) (alpha + S / n beta) (Thakur et al., 2005, section 4.3), with the load of a step as the mean of all."""
+    steps, every = on.ranks - 1, all_pairs(on)
+    return steps * Load(-(-every.across // steps), -(-every.inside // steps)).cost(nbytes / on.ranks, of)
+
+
+def _bruck(nbytes: float, on: Topology, of: MachineModel) -> Cost:
+    """log2 n (alpha + S / 2 beta), of data that are copied before and after (Bruck et al., 1997, section 3)."""
+    distances = [1 << bit for bit in range((on.ranks - 1).bit_length())]
+    stages = (shifted(on, distance).cost(nbytes / 2, of) + _copied(nbytes, of) for distance in distances)
+    return sum(stages, 2 * _copied(nbytes, of))
+
+
+def _bruck_allgather(nbytes: float, on: Topology, of: MachineModel) -> Cost:
+    """log2 n alpha + (n - 1) / n S beta, of data that are copied before and after (Bruck et al., 1997, section 4)."""
+    cost, distance = Cost(), 1
+    while distance < on.ranks:
+        part = min(distance, on.ranks - distance) / on.ranks * nbytes
+        cost += shifted(on, distance).cost(part, of) + _copied(2 * part, of)
+        distance *= 2
+    return cost
+
+
+def _by_node(nbytes: float, on: Topology, of: MachineModel) -> Cost:
+    """2 (k - 1) (alpha + S / k beta) in nodes of k ranks, and m - 1 messages of k S / n to other nodes."""
+    k, m = max(on.local_sizes), on.nodes
+    collected = Load(0, 2 * k * (k - 1), 2 * (k - 1)).cost(nbytes / (2 * k), of)
+    sent = Load(k * (m - 1), 0, m - 1).cost(k * nbytes / on.ranks, of)
+    return collected + sent + _copied(4 * nbytes, of)
 
 
 def _rooted(nbytes: float, on: Topology, of: MachineModel) -> Cost:
@@ -512,10 +549,19 @@ _OURS: dict[str, dict[str, tuple[Formula, Callable[[Topology], float]]]] = {
         "shared": (_shared, _whole),
         "tree": (_tree_up, lambda on: tree.SEGMENT_NBYTES),
     },
-    "allgatherv": {"shared": (_shared_exchange, _whole), "messages": (_ring_allgather, _whole)},
-    "alltoall": {"shared": (_shared_exchange, _whole), "messages": (_pairwise, _whole)},
-    "gather": {"shared": (_shared_rooted, _whole), "messages": (_rooted, _whole)},
-    "scatter": {"shared": (_shared_rooted, _whole), "messages": (_rooted, _whole)},
+    "allgatherv": {
+        "shared": (_shared_exchange, _whole),
+        "ring": (_ring_allgather, _whole),
+        "bruck_allgather": (_bruck_allgather, _whole),
+    },
+    "alltoall": {
+        "shared": (_shared_exchange, _whole),
+        "pairwise": (_pairwise, _whole),
+        "bruck": (_bruck, _whole),
+        "by_node": (_by_node, _whole),
+    },
+    "gather": {"shared": (_shared_rooted, _whole), "direct": (_rooted, _whole)},
+    "scatter": {"shared": (_shared_rooted, _whole), "direct": (_rooted, _whole)},
 }
 """Algorithms of this package: the formula of a segment, and the segment size in bytes."""
 
@@ -528,8 +574,8 @@ def predicted_s(
     Args:
         collective: a key of `hpcdp.collectives.ALGORITHMS`, or a movement of blocks of any size (`blocks`): allgatherv,
             alltoall, gather or scatter.
-        algorithm: a name in ``ALGORITHMS[collective]``, for blocks "shared" or "messages". "native" is assumed to use
-            the best algorithm of the papers above.
+        algorithm: a name in ``ALGORITHMS[collective]``, for blocks "shared" or a name in `blocks.ALGORITHMS`. "native"
+            is assumed to use the best algorithm of the papers above.
         nbytes: bytes of the whole array, for an allgather of all shards.
         topology: the nodes and their ranks.
         machine: speed of links and cores, with a core for each rank; default `assumed`.
@@ -556,6 +602,21 @@ _SHORT_NBYTES = 16 << 10
 _LONG_BROADCAST_NBYTES = 32 << 10
 _GAIN = 1.1
 """Predicted speed-up over the MPI library that an algorithm must reach, because predictions are no more precise."""
+
+
+def choose_movement(
+    collective: str, nbytes: int, topology: Topology, names: Sequence[str], machine: MachineModel
+) -> str:
+    """Choose how messages move blocks; ``names[0]`` unless the best prediction is `_GAIN` times as fast.
+
+    Arguments are those of `predicted_s`.
+    """
+
+    def seconds(name: str) -> float:
+        return predicted_s(collective, name, nbytes, topology, machine)
+
+    best = min(names, key=seconds)
+    return best if seconds(names[0]) >= _GAIN * seconds(best) else names[0]
 
 
 def model_choice(

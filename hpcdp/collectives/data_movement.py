@@ -23,10 +23,10 @@ from ..comm.consistency import Call
 from ..comm.tasks import Operation, ProgressEngine
 from ..comm.watchdog import Watchdog
 from ..core.arrays import Array, dtype_name, dtype_of_char, from_host, in_kind_of_sender, kind_number
-from ..core.checks import described
+from ..core.checks import choices, described
 from ..errors import UnsupportedError
 from . import blocks as block_algorithms
-from . import intra_node
+from . import intra_node, registry
 from .blocks import Blocks, Layout, offsets
 from .staging import accepts_tensors, bring_back, bytes_of, check_like, checked_root, kind_of_call, movable, ranks_of
 
@@ -43,12 +43,6 @@ def _none(_: Any) -> None:
     return None
 
 
-_SHORT_NBYTES = 1 << 10
-"""The longest blocks of one size that `blocks.bruck` moves: they travel several times, in fewer messages."""
-_SHORT_TOTAL_NBYTES = 64 << 10
-"""The largest result of an allgather for which fewer messages (`blocks.bruck_allgather`) cost less than the copies."""
-_JOINED_NBYTES = 32 << 10
-"""The longest blocks that `blocks.by_node` joins with others of their node: longer ones do not wait for latency."""
 _MOST_AXES = 64
 """The most axes of a NumPy array."""
 
@@ -126,7 +120,11 @@ def iscatter(
 
 @accepts_tensors
 def alltoall(
-    x: Array, splits: Sequence[int] | None = None, world: World | None = None, out: Array | None = None
+    x: Array,
+    splits: Sequence[int] | None = None,
+    world: World | None = None,
+    out: Array | None = None,
+    algorithm: str = "auto",
 ) -> Any:
     """Send each rank its rows of ``x`` and receive this rank's rows of every other ``x``; every rank must call.
 
@@ -136,24 +134,30 @@ def alltoall(
             equal numbers, and then x has the same shape on all ranks. All ranks pass splits, or none.
         world: the ranks; default `hpcdp.init()`.
         out: receives the rows; it shares no memory with ``x``. Default a new array.
+        algorithm: ``"auto"``, or how messages move the rows, also between ranks that share memory: ``"pairwise"``,
+            ``"bruck"`` (without ``splits``), or ``"by_node"`` (on several nodes of which one has several ranks).
 
     Returns:
         ``out``, or a new array of x's kind: the received rows in the order of the ranks. With ``splits`` a pair: the
             array, and the number of rows received from each rank, shape ``(n,)``, int64.
 
     Raises:
-        UnsupportedError: the rows do not divide evenly, or ``splits`` does not fit x.
-        MismatchError: ranks differ in dtype, another axis or operation; the same error on every rank.
+        UnsupportedError: the rows do not divide evenly, ``splits`` does not fit x, or the algorithm cannot run here.
+        MismatchError: ranks differ in dtype, another axis, algorithm or operation; the same error on every rank.
     """
-    return run("alltoall", world, x, splits, out=out)
+    return run("alltoall", world, x, splits, algorithm, out=out)
 
 
 @accepts_tensors
 def ialltoall(
-    x: Array, splits: Sequence[int] | None = None, world: World | None = None, out: Array | None = None
+    x: Array,
+    splits: Sequence[int] | None = None,
+    world: World | None = None,
+    out: Array | None = None,
+    algorithm: str = "auto",
 ) -> Operation[Any]:
     """Start an `alltoall`, with the same arguments and errors; ``wait()`` returns its result."""
-    return start("ialltoall", world, x, splits, out=out)
+    return start("ialltoall", world, x, splits, algorithm, out=out)
 
 
 def barrier(world: World | None = None) -> None:
@@ -207,7 +211,7 @@ def _key_of(name: str, x: Any, others: tuple[Any, ...]) -> tuple[Any, ...] | Non
     else:
         return None
     for value in others:
-        if value is None or type(value) is int:
+        if value is None or type(value) in (int, str):
             key.append(value)
         elif type(value) is list:
             key.append(tuple(value))
@@ -228,7 +232,7 @@ class _Repeated:
     @classmethod
     def of(cls, exchange: Exchange, world: World) -> _Repeated | None:
         """Return the repetition of an exchange that has ended; None without such a kernel."""
-        if world.size == 1 or not intra_node.can_share(world) or exchange.moved is None:
+        if exchange.moved is None or not exchange.shares(world):
             return None
         counts, moved = exchange.moved
         bound = intra_node.bound_exchange(exchange.counts, counts, moved.layout, world, exchange.call)
@@ -306,14 +310,20 @@ class Exchange:
     """The array whose kind the received array gets; default NumPy's."""
     out: Array | None = None
     """The array that receives."""
+    algorithm: str = "auto"
+    """The requested algorithm; another than ``"auto"`` keeps to messages."""
     moved: tuple[np.ndarray, Moved] | None = None
     """The counts of all ranks and what was moved, after the end."""
+
+    def shares(self, world: World) -> bool:
+        """Return whether the data move in the memory of a node."""
+        return self.algorithm == "auto" and world.size > 1 and intra_node.can_share(world)
 
 
 def _steps_of(exchange: Exchange, world: World) -> StepsTo[Any]:
     """Return the steps of an exchange; the first call of a world blocks until every rank has called."""
     progress, call = ProgressEngine.of(world), exchange.call
-    shares = world.size > 1 and intra_node.can_share(world)
+    shares = exchange.shares(world)
     progress.prepare(intra_node.prepare if shares else exchange.prepare, world, call)
     tag = 0
 
@@ -356,25 +366,41 @@ def _steps_of(exchange: Exchange, world: World) -> StepsTo[Any]:
     return steps()
 
 
-def allgather_exchange(name: str, world: World, x: Array, out: Array | None, *facts: str) -> Exchange:
+def allgather_exchange(name: str, world: World, x: Array, algorithm: str, out: Array | None, *facts: str) -> Exchange:
     """Return the exchange of an allgather; all ranks must pass the same ``facts``."""
     host = np.atleast_1d(movable(name, x))
-    row, rank, dtype = host.shape[1:], world.rank, host.dtype
+    row, dtype = host.shape[1:], host.dtype
 
     def plan(counts: np.ndarray) -> Moved:
         rows = counts[:, 0].tolist()
         ends = [end * row_nbytes(row, dtype) for end in offsets(rows)]
-        return Moved(*parts_of_all(ends, rank), (sum(rows), *row), dtype)
+        return Moved(*parts_of_all(ends, world, algorithm), (sum(rows), *row), dtype)
 
-    return Exchange(_call(name, host, *facts), [len(host)], plan, bytes_of(host), like=x, out=out)
+    call = _call(name, host, *facts, *_algorithm_named(algorithm))
+    return Exchange(
+        call, [len(host)], plan, bytes_of(host), prepare=prepare_choice, like=x, out=out, algorithm=algorithm
+    )
 
 
-def parts_of_all(ends: Sequence[int], rank: int) -> tuple[Layout, str]:
+def _algorithm_named(algorithm: str) -> list[str]:
+    """Return what ranks must agree on in the argument ``algorithm``."""
+    return [] if algorithm == "auto" else [f"algorithm {algorithm!r}"]
+
+
+def prepare_choice(world: World) -> None:
+    """Gather what `registry.choose_movement` needs; every rank must call."""
+    if world.size > 1:
+        registry.topology(world)
+        registry.machine(world)
+
+
+def parts_of_all(ends: Sequence[int], world: World, algorithm: str = "auto") -> tuple[Layout, str]:
     """Return the layout and algorithm by which all ranks get the parts of all, whose ``n + 1`` limits are ``ends``."""
-    is_broadcast = sum(first < last for first, last in itertools.pairwise(ends)) == 1
-    is_short = ends[-1] <= _SHORT_TOTAL_NBYTES
-    algorithm = "tree" if is_broadcast else "bruck_allgather" if is_short else "ring"
-    return block_algorithms.allgather_layout(ends, rank), algorithm
+    if algorithm == "auto" and sum(first < last for first, last in itertools.pairwise(ends)) == 1:
+        algorithm = "tree"
+    elif algorithm == "auto":
+        algorithm = registry.choose_movement("allgatherv", ends[-1], world)
+    return block_algorithms.allgather_layout(ends, world.rank), algorithm
 
 
 def gather_exchange(name: str, world: World, x: Array, root: int, out: Array | None) -> Exchange:
@@ -425,9 +451,14 @@ def scatter_exchange(
     )
 
 
-def alltoall_exchange(name: str, world: World, x: Array, splits: Sequence[int] | None, out: Array | None) -> Exchange:
+def alltoall_exchange(
+    name: str, world: World, x: Array, splits: Sequence[int] | None, algorithm: str, out: Array | None
+) -> Exchange:
     """Return the exchange of an alltoall; arguments as for `alltoall`."""
     n, rank = world.size, world.rank
+    usable = registry.movements("alltoall", world, splits is None)
+    if algorithm not in ("auto", *usable):
+        raise UnsupportedError(name, where="algorithm", expected=choices(["auto", *usable]), got=repr(algorithm))
     host, rows = _divided(name, x, splits, n)
     if splits is None and len(host) % n:
         raise UnsupportedError(
@@ -437,12 +468,15 @@ def alltoall_exchange(name: str, world: World, x: Array, splits: Sequence[int] |
     length, row, dtype = len(host), host.shape[1:], host.dtype
 
     width = row_nbytes(row, dtype)
-    # Ranks of several nodes, of which one has several ranks, need to know each other's nodes.
-    prepare = block_algorithms.nodes_of if 1 < world.num_nodes < n else _none
+
+    def moved_by(nbytes: int) -> str:
+        if algorithm != "auto":
+            return algorithm
+        return registry.choose_movement("alltoall", nbytes, world, splits is None)
 
     def plan_of_even(counts: np.ndarray) -> Moved:
         layout = block_algorithms.even_alltoall_layout(length * width, n, rank)
-        return Moved(layout, _alltoall_algorithm(world, layout.ends[1], is_even=True), (length, *row), dtype)
+        return Moved(layout, moved_by(length * width), (length, *row), dtype)
 
     def plan(counts: np.ndarray) -> Moved:
         return planned(
@@ -456,22 +490,21 @@ def alltoall_exchange(name: str, world: World, x: Array, splits: Sequence[int] |
         return planned(largest, received, layout)
 
     def planned(largest: int, received: np.ndarray, layout: Layout) -> Moved:
-        algorithm = _alltoall_algorithm(world, largest * width, is_even=False)
-        return Moved(layout, algorithm, (int(received.sum()), *row), dtype, lambda x: (x, received.copy()))
+        moved = moved_by(n * largest * width)
+        return Moved(layout, moved, (int(received.sum()), *row), dtype, lambda x: (x, received.copy()))
 
-    sent = bytes_of(host)
+    # Ranks of several nodes, of which one has several ranks, need to know each other's nodes.
+    sent, prepare = bytes_of(host), _prepare_nodes if "by_node" in usable else prepare_choice
     if splits is None:
-        call = _call(name, host, f"{length} rows each")
-        return Exchange(call, [], plan_of_even, sent, prepare=prepare, like=x, out=out)
-    call = _call(name, host, "splits")
-    return Exchange(call, rows, plan, sent, plan_of_messages, prepare, x, out)
+        call = _call(name, host, f"{length} rows each", *_algorithm_named(algorithm))
+        return Exchange(call, [], plan_of_even, sent, prepare=prepare, like=x, out=out, algorithm=algorithm)
+    call = _call(name, host, "splits", *_algorithm_named(algorithm))
+    return Exchange(call, rows, plan, sent, plan_of_messages, prepare, x, out, algorithm)
 
 
-def _alltoall_algorithm(world: World, longest: int, is_even: bool) -> str:
-    """Return the algorithm of an alltoall by messages, given the bytes of the longest block of any rank."""
-    if 1 < world.num_nodes < world.size and longest <= _JOINED_NBYTES:
-        return "by_node"
-    return "bruck" if is_even and longest <= _SHORT_NBYTES else "pairwise"
+def _prepare_nodes(world: World) -> None:
+    prepare_choice(world)
+    block_algorithms.nodes_of(world)
 
 
 def barrier_exchange(name: str, world: World, x: None, out: None) -> Exchange:

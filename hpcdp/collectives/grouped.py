@@ -202,11 +202,11 @@ def _gathering(name: str, xs: Sequence[Array], world: World) -> Exchange:
                 outs.append(from_host(out, group.arrays[i]))
             return outs
 
-        return Moved(*data_movement.parts_of_all(ends, world.rank), (ends[-1],), np.dtype(np.uint8), finish)
+        return Moved(*data_movement.parts_of_all(ends, world), (ends[-1],), np.dtype(np.uint8), finish)
 
     facts = [data_movement.rows_named(host.shape[1:], host.dtype.name) for host in hosts]
     call = Call(name, f"{name} of {len(hosts)} arrays", *facts)
-    return Exchange(call, [len(host) for host in hosts], plan, sent)
+    return Exchange(call, [len(host) for host in hosts], plan, sent, prepare=data_movement.prepare_choice)
 
 
 @accepts_tensors

@@ -90,7 +90,7 @@ def ibroadcast_object(value: Any = None, root: int = 0, world: World | None = No
 def _broadcast(name: str, value: Any, root: int, world: World) -> _ObjectCall:
     is_root = world.rank == checked_root(name, root, world)
     message = _encoded(value, name) if is_root else _NOTHING
-    exchange = data_movement.allgather_exchange(name, world, message, None, f"root {root}")
+    exchange = data_movement.allgather_exchange(name, world, message, "auto", None, f"root {root}")
 
     def finish(sent: np.ndarray) -> Any:
         message = _messages(name, sent)[0]  # raises if it was refused, on the root, too
@@ -121,7 +121,7 @@ def iallgather_object(value: Any, world: World | None = None) -> Operation[list[
 
 
 def _allgather(name: str, value: Any, world: World) -> _ObjectCall:
-    exchange = data_movement.allgather_exchange(name, world, _encoded(value, name), None)
+    exchange = data_movement.allgather_exchange(name, world, _encoded(value, name), "auto", None)
     return _ObjectCall(world, exchange, lambda all_: [decoded(message) for message in _messages(name, all_)])
 
 

@@ -14,7 +14,7 @@ import json
 import os
 import platform
 import socket
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -199,6 +199,25 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
 }
 """The algorithms of every collective by name."""
 
+MOVEMENTS = {"allgatherv": ("ring", "bruck_allgather"), "alltoall": ("pairwise", "bruck", "by_node")}
+"""The algorithms in `blocks.ALGORITHMS` by which messages move blocks, the one first that others must beat."""
+
+LIBRARY = "native"
+"""The MPI library's own algorithms, which those in `ALGORITHMS` must beat."""
+
+
+def algorithms_of(collective: str) -> tuple[str, ...]:
+    """Return the names of the algorithms that a table may choose for a key of `ALGORITHMS` or `MOVEMENTS`."""
+    return MOVEMENTS.get(collective) or tuple(ALGORITHMS[collective])
+
+
+def baseline_of(collective: str) -> str:
+    """Return the algorithm that the others of a collective must beat."""
+    return MOVEMENTS[collective][0] if collective in MOVEMENTS else LIBRARY
+
+
+TUNED = (*ALGORITHMS, *MOVEMENTS)
+"""The collectives of a table."""
 
 VERSION = 2
 """Version of the table format and of the measured algorithms."""
@@ -380,8 +399,8 @@ def _wrong_choices(choices: Any) -> str:
     if not isinstance(choices, dict):
         return "it has no choices"
     for collective, entries in choices.items():
-        if collective not in ALGORITHMS:
-            return f"unknown collective {collective!r}, valid: {', '.join(ALGORITHMS)}"
+        if collective not in TUNED:
+            return f"unknown collective {collective!r}, valid: {', '.join(TUNED)}"
         if not isinstance(entries, list):
             return f"the choices of {collective} are no list"
         before = -1
@@ -390,8 +409,8 @@ def _wrong_choices(choices: Any) -> str:
             if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str)):
                 return f"choice {number} of {collective} is {entry!r}, not [nbytes, algorithm]"
             most, algorithm = entry
-            if algorithm not in ALGORITHMS[collective]:
-                valid = ", ".join(ALGORITHMS[collective])
+            if algorithm not in algorithms_of(collective):
+                valid = ", ".join(algorithms_of(collective))
                 return f"unknown algorithm {algorithm!r} of {collective}, valid: {valid}"
             is_integer = isinstance(most, int) and not isinstance(most, bool)
             if not (last and most is None) and not (is_integer and most > before):
@@ -404,17 +423,17 @@ def _wrong_rows(measured: Any) -> str:
     if not isinstance(measured, dict):
         return f"measured is {measured!r:.40}, not rows by collective"
     for collective, rows in measured.items():
-        if collective not in ALGORITHMS:
-            return f"measured has an unknown collective {collective!r}, valid: {', '.join(ALGORITHMS)}"
+        if collective not in TUNED:
+            return f"measured has an unknown collective {collective!r}, valid: {', '.join(TUNED)}"
         if not isinstance(rows, list):
             return f"the measurements of {collective} are no list"
         for number, row in enumerate(rows, start=1):
-            if not _is_row(row, ALGORITHMS[collective]):
+            if not _is_row(row, collective):
                 return f"row {number} of the measurements of {collective} lacks figures that `hpcdp tune` writes"
     return ""
 
 
-def _is_row(row: Any, algorithms: Container[str]) -> bool:
+def _is_row(row: Any, collective: str) -> bool:
     if not isinstance(row, dict) or type(row.get("nbytes")) is not int or row["nbytes"] < 1:
         return False
     figures = [row.get(name) for name in ("median_us", "predicted_us", "gain", "wrong")]
@@ -422,9 +441,10 @@ def _is_row(row: Any, algorithms: Container[str]) -> bool:
         if not isinstance(values, dict) or not all(type(value) in (int, float) for value in values.values()):
             return False
     chosen = row.get("chosen")
-    known = isinstance(chosen, str) and chosen in algorithms
+    known = isinstance(chosen, str) and chosen in algorithms_of(collective)
     needed = [figures[0], figures[1] or figures[0]]  # no predictions if ranks share cores
-    return known and all(name in values for values in needed for name in ("native", chosen))  # type: ignore[operator]
+    compared = baseline_of(collective), chosen
+    return known and all(name in values for values in needed for name in compared)  # type: ignore[operator]
 
 
 def make(world: World, measured: MachineModel, choices: dict[str, list[list[Any]]], details: Any) -> Table:
@@ -557,6 +577,38 @@ def choose(
     if measured in able:
         return measured
     return cost_model.model_choice(collective, nbytes, dtype.itemsize, topology(world), able, machine(world))
+
+
+def movements(collective: str, world: World, is_even: bool = True) -> list[str]:
+    """Return the names of ``MOVEMENTS[collective]`` that can move blocks, of one size if ``is_even``, in ``world``."""
+    names = list(MOVEMENTS[collective])
+    if "bruck" in names and not is_even:
+        names.remove("bruck")
+    if "by_node" in names and not 1 < world.num_nodes < world.size:
+        names.remove("by_node")
+    return names
+
+
+def choose_movement(collective: str, nbytes: int, world: World, is_even: bool = True) -> str:
+    """Return the algorithm by which messages move blocks: by measurements of such a world, else by the cost model.
+
+    Args:
+        collective: the collective; one that is not in `MOVEMENTS` sends directly, as ranks do that share memory.
+        nbytes: the size of the whole array of a rank, for an allgather of all parts; equal on all ranks.
+        world: the ranks, which have called `machine` and `topology` before.
+        is_even: as for `movements`.
+    """
+    if collective not in MOVEMENTS or intra_node.can_share(world):
+        return "direct"
+    nbytes = 1 << nbytes.bit_length() >> 1  # one choice per power of two
+    known: dict[Any, str] = world.kept.setdefault(CHOICES, {})
+    key = collective, nbytes, is_even
+    if key not in known:
+        names, measured = movements(collective, world, is_even), choice(world, collective, nbytes)
+        nodes = topology(world)
+        predicted = cost_model.choose_movement(collective, nbytes, nodes, names, machine(world))
+        known[key] = measured if measured in names else predicted
+    return known[key]
 
 
 def _able(collective: str, dtype: np.dtype, op: Reduction | None, world: World, blocks: bool) -> list[str]:

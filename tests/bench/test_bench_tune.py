@@ -148,17 +148,19 @@ def test_what_was_tuned_is_saved_and_followed(tables, monkeypatch, capsys, ranks
     (where,) = tables.iterdir()
     table = json.loads(where.read_text())
     assert f"# saved in {where}" in capsys.readouterr().out
-    assert set(table["choices"]) == set(table["measured"]) == set(ALGORITHMS)
+    assert set(table["choices"]) == set(table["measured"]) == set(registry.TUNED if per_node else ALGORITHMS)
     for collective, rows in table["measured"].items():
-        usable = set(ALGORITHMS[collective]) - ({"shared"} if per_node else set())
+        impossible = {"shared"} if per_node == (2, 1) else {"shared", "by_node"} if per_node else set()
+        usable = set(registry.algorithms_of(collective)) - impossible
+        baseline = registry.baseline_of(collective)
         assert len({row["nbytes"] for row in rows}) == len(rows)
         for row in rows:
             assert set(row["median_us"]) == set(row["predicted_us"]) == usable
             assert min(row["median_us"].values()) > 0
             assert min(row["predicted_us"].values()) > 0
-            assert row["gain"]["native"] == 1.0
+            assert row["gain"][baseline] == 1.0
             assert "reference" not in row["gain"]
-            assert row["chosen"] == "native" or row["gain"][row["chosen"]] >= tune.GAIN
+            assert row["chosen"] == baseline or row["gain"][row["chosen"]] >= tune.GAIN
             assert not any(row["wrong"].values())
 
     def follows(world):
@@ -177,7 +179,7 @@ def measured(table):
 def test_a_dry_run_shows_predictions_in_80_columns_and_saves_nothing(tables, capsys):
     thread_comm.run(2, lambda world: tune.tune(world, SHORT, dry_run=True))
     lines = capsys.readouterr().out.splitlines()
-    table = lines[lines.index(tune.HEADING) : lines.index(tune.HEADING) + 5]
+    table = lines[lines.index(tune.heading("native")) : lines.index(tune.heading("native")) + 5]
     assert [line.split()[0] for line in table] == ["#", "4", "16", "64", "4K"]
     assert all(len(line.split()) == 7 for line in table[1:])
     assert max(map(len, lines)) <= 80

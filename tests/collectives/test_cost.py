@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from raises import raises
 
-from hpcdp.collectives import ALGORITHMS, cost_model, intra_node
+from hpcdp.collectives import ALGORITHMS, cost_model, intra_node, registry
 from hpcdp.collectives.cost_model import ETHERNET, FABRIC, Link, MachineModel, Topology, model_choice, predicted_s
 from hpcdp.errors import UnsupportedError
 
@@ -40,6 +40,10 @@ def test_textbook_formulas_of_one_segment(n):
         ("broadcast", "tree"): log * (ALPHA + nbytes * BETA),
         ("reduce", "tree"): log * (ALPHA + nbytes * (BETA + GAMMA)),
         ("allreduce", "reference"): ALPHA + (n - 1) * nbytes * (BETA + GAMMA),
+        ("allgatherv", "ring"): (n - 1) * ALPHA + share * BETA,
+        ("allgatherv", "bruck_allgather"): log * ALPHA + share * BETA,
+        ("alltoall", "pairwise"): (n - 1) * ALPHA + share * BETA,
+        ("alltoall", "bruck"): log * (ALPHA + nbytes / 2 * BETA),
     }
     for (collective, algorithm), seconds in wanted.items():
         found = predicted_s(collective, algorithm, nbytes, one_rank_a_node(n), PLAIN)
@@ -144,10 +148,18 @@ def test_ranks_of_a_node_share_its_memory():
     assert sixteen == pytest.approx(15 * 16 * 4 * MB * 5e-11)  # all bytes, one after another
 
 
-@pytest.mark.parametrize("collective", ALGORITHMS)
+def test_blocks_by_node_are_two_stages():
+    machine = replace(PLAIN, inside=Link(ALPHA / 3, BETA / 4, BETA / 4))
+    nbytes, k, m = 9600, 4, 3
+    collected = ALPHA / 3 + 2 * k * (k - 1) * nbytes / (2 * k) * BETA / 4
+    sent = ALPHA + k * (m - 1) * k * nbytes / (k * m) * BETA
+    assert predicted_s("alltoall", "by_node", nbytes, Topology((k,) * m), machine) == pytest.approx(collected + sent)
+
+
+@pytest.mark.parametrize("collective", registry.TUNED)
 @pytest.mark.parametrize("sizes", [(2,), (5,), (2, 2), (4, 3, 1), (1,) * 7, (16,) * 8])
 def test_every_algorithm_is_known_and_longer_arrays_take_longer(collective, sizes):
-    for algorithm in ALGORITHMS[collective]:
+    for algorithm in registry.algorithms_of(collective):
         taken = [predicted_s(collective, algorithm, 4**k, Topology(sizes)) for k in range(14)]
         assert all(math.isfinite(seconds) and seconds > 0 for seconds in taken)
         assert taken[-1] > taken[0]

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from raises import raises
 
 import hpcdp
-from hpcdp.collectives import blocks, intra_node
+from hpcdp.collectives import blocks, intra_node, registry
 from hpcdp.comm import thread_comm
 from hpcdp.comm.tasks import run_until_complete
 from hpcdp.errors import MismatchError, UnsupportedError
@@ -110,6 +111,29 @@ def test_algorithms_send_what_their_formulas_say(algorithm, messages, sent):
         return world.comm.traffic.messages, world.comm.traffic.nbytes
 
     assert thread_comm.run(5, rank, 1) == [(messages, sent)] * 5
+
+
+@pytest.mark.parametrize("nodes", [None, 1, 2])
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_blocks_move_by_the_algorithm_that_is_asked_for(n, nodes):
+    def rank(world):
+        me, rows = world.rank, np.arange(n * 3).reshape(n * 3, 1)
+        wanted = np.concatenate([100 * other + rows[3 * me : 3 * me + 3] for other in range(n)])
+        for algorithm in registry.movements("alltoall", world):
+            found = hpcdp.alltoall(100 * me + rows, world=world, algorithm=algorithm)
+            np.testing.assert_array_equal(found, wanted)
+            if algorithm != "bruck":
+                found = hpcdp.ialltoall(100 * me + rows, [3] * n, world, algorithm=algorithm).wait()[0]
+                np.testing.assert_array_equal(found, wanted)
+        with raises(UnsupportedError, where="algorithm", got="'bruck'"):
+            hpcdp.alltoall(rows, [3] * n, world, algorithm="bruck")
+        for algorithm in registry.MOVEMENTS["allgatherv"]:
+            found = hpcdp.allgather(np.full(me + 1, me), world, algorithm)
+            assert found.tolist() == [other for other in range(n) for _ in range(other + 1)]
+        with raises(MismatchError):
+            hpcdp.alltoall(rows, None, world, algorithm="bruck" if me else "pairwise")
+
+    thread_comm.run(n, rank, nodes)
 
 
 @settings(max_examples=30, deadline=None)

@@ -10,7 +10,7 @@ import pytest
 from raises import raises
 
 from hpcdp import collectives
-from hpcdp.collectives import registry
+from hpcdp.collectives import blocks, registry
 from hpcdp.collectives.cost_model import ETHERNET, FABRIC, Topology
 from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError
@@ -81,6 +81,33 @@ def test_sizes_that_were_chosen_before_follow_the_table_that_is_saved():
     for before, after in thread_comm.run(2, rank):
         assert before == {"allreduce": "shared", "iallreduce": "shared"}
         assert after == {"allreduce": "ring", "iallreduce": "ring"}
+
+
+def test_messages_move_blocks_as_the_saved_table_says(monkeypatch):
+    """Without an entry for a collective or size, as the cost model says."""
+    used = []
+    for name, algorithm in blocks.ALGORITHMS.items():
+        monkeypatch.setitem(
+            blocks.ALGORITHMS, name, lambda *given, name=name, of=algorithm: used.append(name) or of(*given)
+        )
+
+    def moved(world):
+        for nbytes in (8, 1 << 20):
+            x = np.full((world.size, nbytes // world.size), world.rank, np.uint8)
+            wanted = np.repeat(np.arange(world.size, dtype=np.uint8), nbytes // world.size)
+            assert np.array_equal(collectives.alltoall(x, world=world).ravel(), wanted)
+            assert np.array_equal(collectives.allgather(x[0], world=world).ravel(), wanted)
+
+    def rank(world):
+        moved(world)
+        choices = {"alltoall": [[64, "pairwise"], [None, "by_node"]]}
+        registry.save(world, registry.make(world, MEASURED, choices, {}))
+        moved(world)
+
+    thread_comm.run(4, rank, 2)
+    by_model, by_table = used[: len(used) // 2], used[len(used) // 2 :]
+    assert sorted(by_model) == sorted(["by_node", "bruck_allgather", "pairwise", "ring"] * 4)
+    assert sorted(by_table) == sorted(["pairwise", "bruck_allgather", "by_node", "ring"] * 4)
 
 
 def _chosen_by(world, call):
