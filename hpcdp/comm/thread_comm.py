@@ -68,6 +68,8 @@ class _Group:
         """One condition per rank, so that a message wakes its receiver alone."""
         self.mail: dict[tuple[int, int], dict[int, deque[np.ndarray]]] = defaultdict(dict)
         """Messages not received yet, by source and destination, then by tag."""
+        self.posted: dict[tuple[int, int, int], deque[weakref.ref[_Receive]]] = defaultdict(deque)
+        """Receives without a message yet, by source, destination and tag, in the order in which they were started."""
         self.meetings: dict[int, dict[int, Any]] = defaultdict(dict)
         self.users = {ThreadCommunicator.signatures}
         self._subsets: dict[tuple[int, ...], _Group] = {}
@@ -91,6 +93,9 @@ class _Sent:
 class _Receive:
     def __init__(self, group: _Group, key: tuple[int, int, int], x: np.ndarray, exact: bool = True) -> None:
         self._group, self._key, self._x, self._exact, self._done = group, key, x, exact, False
+        self._failure: MismatchError | None = None
+        with group.job.lock:
+            group.posted[key].append(weakref.ref(self))
 
     def test(self) -> bool:
         with self._group.job.lock:
@@ -102,21 +107,28 @@ class _Receive:
 
     def _take(self) -> bool:
         source, dest, tag = self._key
-        boxes = self._group.mail[source, dest]
-        if not self._done and tag in boxes:
-            message = boxes[tag].popleft()
-            if not boxes[tag]:
-                del boxes[tag]
-            if not self._exact and message.nbytes < self._x.nbytes:
-                self._x = self._x[: message.nbytes]
-            if message.nbytes != self._x.nbytes:
-                expected = f"{self._x.nbytes} bytes"
-                raise MismatchError("receive", where=f"from {source}, tag {tag}", expected=expected, got=message.nbytes)
-            self._x.reshape(-1)[...] = message.view(self._x.dtype)
-            self._done = True
+        boxes, posted = self._group.mail[source, dest], self._group.posted[self._key]
+        while not self._done and tag in boxes:
+            receive = posted.popleft()()  # the first that was started, as in MPI, not the first that is tested
+            if receive is not None:
+                receive._fill(boxes[tag].popleft())
+                if not boxes[tag]:
+                    del boxes[tag]
+        if self._failure is not None:
+            raise self._failure
         if not self._done and any(disagree(tag, other, self._group.users) for other in boxes):
             raise disagreement(source)
         return self._done
+
+    def _fill(self, message: np.ndarray) -> None:
+        self._done = True
+        if not self._exact and message.nbytes < self._x.nbytes:
+            self._x = self._x[: message.nbytes]
+        if message.nbytes != self._x.nbytes:
+            where, expected = f"from {self._key[0]}, tag {self._key[2]}", f"{self._x.nbytes} bytes"
+            self._failure = MismatchError("receive", where=where, expected=expected, got=message.nbytes)
+            return
+        self._x.reshape(-1)[...] = message.view(self._x.dtype)
 
 
 class _Meeting:
