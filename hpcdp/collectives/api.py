@@ -277,8 +277,9 @@ def allgather(x: ArrayT, world: World | None = None, algorithm: str = "auto", ou
         x: as for `allreduce`, or of a complex or bool dtype. Without ``out``, ranks may differ in the length of axis
             0, which may be 0; a number counts as shape ``(1,)``.
         world: the ranks; default `hpcdp.init()`.
-        algorithm: ``"auto"``, or a name in ``ALGORITHMS["allgather"]``. Without ``out`` also ``"bruck_allgather"``, and
-            all but this and ``"ring"`` need ``x`` of one shape on all ranks.
+        algorithm: ``"auto"``, or a name in ``ALGORITHMS["allgather"]``. Without ``out`` also ``"bruck_allgather"``
+            and, on several nodes of which one has several ranks, ``"by_node_allgather"``; all but these and ``"ring"``
+            need ``x`` of one shape on all ranks.
         out: receives all, any shape with N elements: rank r's ``x`` becomes elements ``N r // n`` to ``N (r + 1) //
             n``, as `reduce_scatter` leaves them, and may be a view of them. Default a new array.
 

@@ -8,7 +8,7 @@ Inside a node, `intra_node.exchange` moves the same blocks in shared memory.
 Sent per rank, for n ranks: ``direct`` and ``pairwise`` at most n - 1 messages, each block once. ``ring`` n - 1 messages
 and ``bruck_allgather`` log2 n, rounded up, both all parts but one. ``bruck`` log2 n messages, rounded up, of about half
 of the blocks each. ``by_node`` at most two messages to each rank of the node and one to each other node with as many
-ranks, each block at most twice.
+ranks, each block at most twice. ``by_node_allgather`` two messages to each rank of the node and one to each other node.
 
 Sources: Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing systems", 1997,
 section 3; Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005,
@@ -180,6 +180,29 @@ def bruck_allgather(blocks: Blocks, world: World, tag: int) -> Steps:
         distance *= 2
 
 
+def by_node_allgather(blocks: Blocks, world: World, tag: int) -> Steps:
+    """Move the parts of an allgather with one message from each rank to each other node.
+
+    The receiver there has the sender's number on its node, and passes on all that it has received to its neighbors.
+    """
+    comm, me, nodes = world.comm, world.rank, nodes_of(world)
+    neighbors = [rank for rank in nodes.here if rank != me]
+    taken = dict(zip(nodes.here, nodes.carried, strict=True))
+    yield [
+        *(comm.irecv(blocks.of(rank), rank, tag) for rank in neighbors + taken[me] if blocks.of(rank).size),
+        *(comm.isend(blocks.of(me), rank, tag) for rank in neighbors + nodes.partners() if blocks.of(me).size),
+    ]
+    sizes = {rank: sum(blocks.of(other).size for other in taken[rank]) for rank in nodes.here}
+    received = {rank: np.empty(sizes[rank], np.uint8) for rank in neighbors if sizes[rank]}
+    joined = _joined([blocks.of(rank) for rank in taken[me]])
+    yield [
+        *(comm.irecv(part, rank, tag + 1) for rank, part in received.items()),
+        *(comm.isend(joined, rank, tag + 1) for rank in neighbors if joined.size),
+    ]
+    for rank, part in received.items():
+        _distribute(part, [blocks.of(other) for other in taken[rank]])
+
+
 def _distribute(joined: np.ndarray, places: Sequence[np.ndarray]) -> None:
     """Copy consecutive pieces of ``joined`` to ``places``."""
     first = 0
@@ -273,8 +296,8 @@ def _by_node(blocks: Blocks, world: World, tag: int, nodes: Nodes, carried: np.n
     received = [np.empty(sum(blocks.of(rank).size for rank in node), np.uint8) for node in nodes.others]
     yield [
         *(
-            comm.irecv(part, node[nodes.number % len(node)], tag)
-            for node, part in zip(nodes.others, received, strict=True)
+            comm.irecv(part, partner, tag)
+            for partner, part in zip(nodes.partners(), received, strict=True)
             if part.size
         ),
         *(comm.isend(part, target, tag) for target, part in zip(targets, sent, strict=True) if part.size),
@@ -295,7 +318,11 @@ class Nodes:
     others: list[list[int]]
     """The ranks of each other node."""
     carried: list[list[int]]
-    """The ranks of other nodes to which each rank of this node sends."""
+    """The ranks of other nodes with which each rank of this node exchanges: those that have its number on theirs."""
+
+    def partners(self) -> list[int]:
+        """Return the rank of each other node that has this one's number there."""
+        return [node[self.number % len(node)] for node in self.others]
 
 
 def nodes_of(world: World) -> Nodes:
@@ -331,6 +358,7 @@ ALGORITHMS = {
     "pairwise": pairwise,
     "ring": ring_allgather,
     "bruck_allgather": bruck_allgather,
+    "by_node_allgather": by_node_allgather,
     "tree": tree_broadcast,
     "bruck": bruck,
     "by_node": by_node,

@@ -495,6 +495,14 @@ def _halving_gather(nbytes: float, on: Topology, of: MachineModel) -> Cost:
     return _halving_reduce_scatter(nbytes, on, of) + _doubling(nbytes, on, of)
 
 
+def _by_node_allgather(nbytes: float, on: Topology, of: MachineModel) -> Cost:
+    """M - 1 messages of S / n to other nodes of k ranks, beside k - 1 in the node, and then k - 1 of S / k."""
+    k, m = max(on.local_sizes), on.nodes
+    sent = Load(k * (m - 1), k * (k - 1), m + k - 2).cost(nbytes / on.ranks, of)
+    passed_on = Load(0, k * (k - 1), k - 1).cost(nbytes * (m - 1) / m / k, of)
+    return sent + passed_on + _copied(2 * nbytes, of)
+
+
 _LIBRARY: dict[str, tuple[Formula, ...]] = {
     "allreduce": (_recursive_doubling, _halving_doubling, _ring),
     "reduce_scatter": (_halving_reduce_scatter, _ring_reduce_scatter),
@@ -553,6 +561,7 @@ _OURS: dict[str, dict[str, tuple[Formula, Callable[[Topology], float]]]] = {
         "shared": (_shared_exchange, _whole),
         "ring": (_ring_allgather, _whole),
         "bruck_allgather": (_bruck_allgather, _whole),
+        "by_node_allgather": (_by_node_allgather, _whole),
     },
     "alltoall": {
         "shared": (_shared_exchange, _whole),

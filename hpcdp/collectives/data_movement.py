@@ -368,6 +368,7 @@ def _steps_of(exchange: Exchange, world: World) -> StepsTo[Any]:
 
 def allgather_exchange(name: str, world: World, x: Array, algorithm: str, out: Array | None, *facts: str) -> Exchange:
     """Return the exchange of an allgather; all ranks must pass the same ``facts``."""
+    _check_algorithm(name, algorithm, registry.movements("allgatherv", world))
     host = np.atleast_1d(movable(name, x))
     row, dtype = host.shape[1:], host.dtype
 
@@ -382,16 +383,23 @@ def allgather_exchange(name: str, world: World, x: Array, algorithm: str, out: A
     )
 
 
+def _check_algorithm(name: str, algorithm: str, usable: Sequence[str]) -> None:
+    if algorithm not in ("auto", *usable):
+        raise UnsupportedError(name, where="algorithm", expected=choices(["auto", *usable]), got=repr(algorithm))
+
+
 def _algorithm_named(algorithm: str) -> list[str]:
     """Return what ranks must agree on in the argument ``algorithm``."""
     return [] if algorithm == "auto" else [f"algorithm {algorithm!r}"]
 
 
 def prepare_choice(world: World) -> None:
-    """Gather what `registry.choose_movement` needs; every rank must call."""
+    """Gather what `registry.choose_movement` and the algorithms need to know of all ranks; every rank must call."""
     if world.size > 1:
         registry.topology(world)
         registry.machine(world)
+    if 1 < world.num_nodes < world.size:
+        block_algorithms.nodes_of(world)
 
 
 def parts_of_all(ends: Sequence[int], world: World, algorithm: str = "auto") -> tuple[Layout, str]:
@@ -457,8 +465,7 @@ def alltoall_exchange(
     """Return the exchange of an alltoall; arguments as for `alltoall`."""
     n, rank = world.size, world.rank
     usable = registry.movements("alltoall", world, splits is None)
-    if algorithm not in ("auto", *usable):
-        raise UnsupportedError(name, where="algorithm", expected=choices(["auto", *usable]), got=repr(algorithm))
+    _check_algorithm(name, algorithm, usable)
     host, rows = _divided(name, x, splits, n)
     if splits is None and len(host) % n:
         raise UnsupportedError(
@@ -493,18 +500,12 @@ def alltoall_exchange(
         moved = moved_by(n * largest * width)
         return Moved(layout, moved, (int(received.sum()), *row), dtype, lambda x: (x, received.copy()))
 
-    # Ranks of several nodes, of which one has several ranks, need to know each other's nodes.
-    sent, prepare = bytes_of(host), _prepare_nodes if "by_node" in usable else prepare_choice
+    sent = bytes_of(host)
     if splits is None:
         call = _call(name, host, f"{length} rows each", *_algorithm_named(algorithm))
-        return Exchange(call, [], plan_of_even, sent, prepare=prepare, like=x, out=out, algorithm=algorithm)
+        return Exchange(call, [], plan_of_even, sent, prepare=prepare_choice, like=x, out=out, algorithm=algorithm)
     call = _call(name, host, "splits", *_algorithm_named(algorithm))
-    return Exchange(call, rows, plan, sent, plan_of_messages, prepare, x, out, algorithm)
-
-
-def _prepare_nodes(world: World) -> None:
-    prepare_choice(world)
-    block_algorithms.nodes_of(world)
+    return Exchange(call, rows, plan, sent, plan_of_messages, prepare_choice, x, out, algorithm)
 
 
 def barrier_exchange(name: str, world: World, x: None, out: None) -> Exchange:

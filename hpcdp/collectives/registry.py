@@ -199,7 +199,10 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
 }
 """The algorithms of every collective by name."""
 
-MOVEMENTS = {"allgatherv": ("ring", "bruck_allgather"), "alltoall": ("pairwise", "bruck", "by_node")}
+MOVEMENTS = {
+    "allgatherv": ("ring", "bruck_allgather", "by_node_allgather"),
+    "alltoall": ("pairwise", "bruck", "by_node"),
+}
 """The algorithms in `blocks.ALGORITHMS` by which messages move blocks, the one first that others must beat."""
 
 LIBRARY = "native"
@@ -584,9 +587,7 @@ def movements(collective: str, world: World, is_even: bool = True) -> list[str]:
     names = list(MOVEMENTS[collective])
     if "bruck" in names and not is_even:
         names.remove("bruck")
-    if "by_node" in names and not 1 < world.num_nodes < world.size:
-        names.remove("by_node")
-    return names
+    return names if 1 < world.num_nodes < world.size else [name for name in names if not name.startswith("by_node")]
 
 
 def choose_movement(collective: str, nbytes: int, world: World, is_even: bool = True) -> str:

@@ -150,7 +150,8 @@ def test_what_was_tuned_is_saved_and_followed(tables, monkeypatch, capsys, ranks
     assert f"# saved in {where}" in capsys.readouterr().out
     assert set(table["choices"]) == set(table["measured"]) == set(registry.TUNED if per_node else ALGORITHMS)
     for collective, rows in table["measured"].items():
-        impossible = {"shared"} if per_node == (2, 1) else {"shared", "by_node"} if per_node else set()
+        by_node = {"by_node", "by_node_allgather"}
+        impossible = {"shared"} if per_node == (2, 1) else {"shared", *by_node} if per_node else set()
         usable = set(registry.algorithms_of(collective)) - impossible
         baseline = registry.baseline_of(collective)
         assert len({row["nbytes"] for row in rows}) == len(rows)

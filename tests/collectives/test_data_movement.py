@@ -113,8 +113,8 @@ def test_algorithms_send_what_their_formulas_say(algorithm, messages, sent):
     assert thread_comm.run(5, rank, 1) == [(messages, sent)] * 5
 
 
-@pytest.mark.parametrize("nodes", [None, 1, 2])
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("nodes", [None, 1, 2, 3])
+@pytest.mark.parametrize("n", [2, 3, 4, 7])
 def test_blocks_move_by_the_algorithm_that_is_asked_for(n, nodes):
     def rank(world):
         me, rows = world.rank, np.arange(n * 3).reshape(n * 3, 1)
@@ -127,9 +127,9 @@ def test_blocks_move_by_the_algorithm_that_is_asked_for(n, nodes):
                 np.testing.assert_array_equal(found, wanted)
         with raises(UnsupportedError, where="algorithm", got="'bruck'"):
             hpcdp.alltoall(rows, [3] * n, world, algorithm="bruck")
-        for algorithm in registry.MOVEMENTS["allgatherv"]:
-            found = hpcdp.allgather(np.full(me + 1, me), world, algorithm)
-            assert found.tolist() == [other for other in range(n) for _ in range(other + 1)]
+        for algorithm in registry.movements("allgatherv", world):
+            found = hpcdp.allgather(np.full(me, me), world, algorithm)
+            assert found.tolist() == [other for other in range(n) for _ in range(other)]
         with raises(MismatchError):
             hpcdp.alltoall(rows, None, world, algorithm="bruck" if me else "pairwise")
 

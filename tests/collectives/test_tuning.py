@@ -106,7 +106,7 @@ def test_messages_move_blocks_as_the_saved_table_says(monkeypatch):
 
     thread_comm.run(4, rank, 2)
     by_model, by_table = used[: len(used) // 2], used[len(used) // 2 :]
-    assert sorted(by_model) == sorted(["by_node", "bruck_allgather", "pairwise", "ring"] * 4)
+    assert sorted(by_model) == sorted(["by_node", "by_node_allgather", "pairwise", "ring"] * 4)
     assert sorted(by_table) == sorted(["pairwise", "bruck_allgather", "by_node", "ring"] * 4)
 
 
