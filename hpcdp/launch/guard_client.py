@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import resource
 import select
 import shlex
@@ -41,9 +42,26 @@ AT_ONCE = 64
 """Greatest number of hosts that are connected concurrently; each needs a process on this machine."""
 FILES = 2
 """Number of descriptors of a channel."""
+_REMEDIES = (
+    ("Could not resolve hostname", "correct the host's name, or define it in ~/.ssh/config"),
+    ("Connection refused", "start sshd on {0}, or set its port in ~/.ssh/config"),
+    ("timed out|No route to host|unreachable", "check that {0} is up and reachable from here: ssh {0} true"),
+    ("IDENTIFICATION HAS CHANGED", "if {0} was reinstalled, forget its old key: ssh-keygen -R {0}"),
+    ("Host key verification failed|host key is known", "log in once to accept its host key: ssh {0}"),
+    ("Permission denied", "allow ssh without a password: ssh-copy-id {0}"),
+    ("no .* with hpcdp$", "install hpcdp at the same path on all hosts"),
+    ("rsync is not installed", "install rsync on all hosts"),
+    ("", "find the cause with: ssh {0} true"),
+)
+"""Patterns in the messages of ssh and the remote shell, with what to do about each; {0} is the host."""
 _ROOT = Path(__file__).resolve().parents[2]
 _GUARD = "import sys; sys.path.insert(0, {!r}); from hpcdp.launch import guard; guard.main()"
 _MOST_WORDS = 10_000
+
+
+def remedy(host: str, words: str) -> str:
+    """Return what to do about a host that ssh cannot reach, given what ssh or the remote shell has written."""
+    return next(advice for pattern, advice in _REMEDIES if re.search(pattern, words)).format(host)
 
 
 class Channel:
@@ -116,17 +134,20 @@ class Channel:
     def _keep(self, words: bytes) -> None:
         self._words = (self._words + words)[-_MOST_WORDS:]
 
-    def why_closed(self) -> str:
-        """Return the reason for a missing guard, the last line of ssh or the remote shell."""
+    def why_closed(self) -> tuple[str, str]:
+        """Return the reason for a missing guard, the last line of ssh or the remote shell, and the remedy."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._ssh.wait(1)
         while self.copy_words() and len(self._words) < _MOST_WORDS:
             pass
-        lines = [line.strip() for line in self._words.decode(errors="replace").splitlines() if line.strip()]
+        words = self._words.decode(errors="replace")
+        lines = [line.strip() for line in words.splitlines() if line.strip()]
         code = self._ssh.returncode
-        if code in (126, 127) or any("No module named 'hpcdp" in line for line in lines):
-            return f"no {sys.executable} with hpcdp; install it at the same path on all hosts"
-        return lines[-1] if lines else f"ssh ended with status {code}"
+        if code in (126, 127) or "No module named 'hpcdp" in words:
+            why = words = f"no {sys.executable} with hpcdp"
+        else:
+            why = lines[-1] if lines else f"ssh ended with status {code}"
+        return why, remedy(self.host, words)
 
     def hang_up(self) -> None:
         """Close the connection, which ends the guard; call `wait` afterwards."""
@@ -395,7 +416,7 @@ class Guards:
         ends = {channel.err: channel for channel in waiting.values()}
         for descriptor in (*waiting, *ends):
             poll.register(descriptor, select.POLLIN)
-        failures: list[str] = []
+        failures: dict[str, tuple[str, str]] = {}
         while True:
             waiting = {descriptor: channel for descriptor, channel in waiting.items() if not is_met(channel)}
             left_s = deadline - time.monotonic()
@@ -413,12 +434,16 @@ class Guards:
                 if channel.is_closed:
                     poll.unregister(descriptor)
                     if not is_met(channel):
-                        failures.append(f"{channel.host}: {channel.why_closed()}")
+                        failures[channel.host] = channel.why_closed()
                         del waiting[descriptor]
-        failures += [f"{channel.host}: no answer in {limit_s:.0f} s" for channel in waiting.values()]
+        for channel in waiting.values():
+            why = f"no answer in {limit_s:.0f} s"
+            failures[channel.host] = why, remedy(channel.host, why)
         if failures:
-            more = f"; {untried} more hosts were not tried" if untried else ""
-            raise LaunchError(what, got=listed(sorted(failures)) + more)
+            hosts = sorted(failures)
+            more = f" ({untried} more hosts were not tried)" if untried else ""
+            got = listed([f"{host}: {failures[host][0]}" for host in hosts]) + more
+            raise LaunchError(what, got=got, remedy=failures[hosts[0]][1])
 
 
 def _allow_files(hosts: int) -> None:

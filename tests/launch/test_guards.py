@@ -30,6 +30,7 @@ case $1 in
   refused*) echo "ssh: connect to host refused port 22: Connection refused" >&2; exit 255 ;;
   silent*) exec sleep 60 ;;
   bare) echo "bash: python: command not found" >&2; exit 127 ;;
+  n1) cat {log}.says >&2; exit 255 ;;
   chatty) echo "welcome to this host"; echo "please read the news" >&2 ;;
 esac
 shift
@@ -167,21 +168,43 @@ def test_hosts_that_cannot_be_reached_are_named_with_their_reasons(ssh: Path) ->
     with pytest.raises(LaunchError) as caught, Guards([HostSlots(name, 1) for name in ("a", "refused", "bare")], print):
         pass
     assert str(caught.value) == (
-        f"reach by ssh: got bare: no {sys.executable} with hpcdp; install it at the same path on all hosts, "
-        "refused: ssh: connect to host refused port 22: Connection refused"
+        f"reach by ssh: got bare: no {sys.executable} with hpcdp, "
+        "refused: ssh: connect to host refused port 22: Connection refused; install hpcdp at the same path on all hosts"
     )
     assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        ("ssh: Could not resolve hostname n1: Name or service not known", "correct the host's name"),
+        ("ssh: connect to host n1 port 22: Connection refused", "start sshd on n1"),
+        ("ssh: connect to host n1 port 22: Connection timed out", "check that n1 is up"),
+        ("ssh: connect to host n1 port 22: No route to host", "check that n1 is up"),
+        ("ssh: connect to host n1 port 22: Network is unreachable", "check that n1 is up"),
+        ("me@n1: Permission denied (publickey,password).", "ssh-copy-id n1"),
+        ("No ED25519 host key is known for n1 and you have requested strict checking.\n"
+         "Host key verification failed.", "log in once to accept its host key: ssh n1"),
+        ("@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.", "ssh-keygen -R n1"),
+        ("kex_exchange_identification: Connection closed by remote host", "find the cause with: ssh n1 true"),
+    ],
+)  # fmt: skip
+def test_what_ssh_says_has_a_remedy(ssh: Path, words: str, remedy: str) -> None:
+    Path(f"{ssh}.says").write_text(f"{words}\n")
+    with raises(LaunchError, operation="reach by ssh", got=words.splitlines()[-1], remedy=remedy):
+        Guards([HostSlots("n1", 1)], print).__enter__()
 
 
 def test_many_hosts_are_reached_in_waves_and_one_line_says_what_is_wrong(ssh: Path) -> None:
     many = [HostSlots(f"refused-{number}", 1) for number in range(100, 450)]
     with pytest.raises(LaunchError) as caught, Guards(many, print):
         pass
-    said = str(caught.value)
     refused = [
         f"refused-{number}: ssh: connect to host refused port 22: Connection refused" for number in (100, 101, 102)
     ]
-    assert said == f"reach by ssh: got {', '.join(refused)} and 61 more; 286 more hosts were not tried"
+    assert caught.value.got == f"{', '.join(refused)} and 61 more (286 more hosts were not tried)"
+    assert caught.value.remedy == "start sshd on refused-100, or set its port in ~/.ssh/config"
+    assert "\n" not in str(caught.value)
     assert len(ssh.read_text().split()) == 64
 
 

@@ -23,7 +23,7 @@ from ...core.environment import batch_system
 from ...core.files import who_else_may_write
 from ...errors import LaunchError, listed
 from .. import hosts, mpi_library, process_monitor
-from ..guard_client import ALIVE, AT_ONCE, SSH, Guards
+from ..guard_client import ALIVE, AT_ONCE, SSH, Guards, remedy
 from ..hosts import assign_ranks, of_ranks, those_of_this_machine
 from ..mpi_library import Dialect, environment, environment_of_hosts, program, traveling
 from ..runner import check, check_binding, say, supervise, warn_of_other_library
@@ -34,6 +34,7 @@ EXCLUDED = (".git", ".hg", ".svn", ".venv*", "__pycache__", ".*_cache", ".ipynb_
 _KEPT = "-rltOE"
 """Options of rsync that keep links, times and execute permissions, but not the mode or owner of existing folders."""
 _SILENT_S = 60
+_NO_RSYNC = "rsync is not installed there"
 
 
 def copy_commands(hosts: Sequence[str], folder: str) -> list[Command]:
@@ -77,14 +78,17 @@ def copy_folder(hosts: Sequence[str], folder: str) -> None:
     if shutil.which("rsync") is None:
         raise LaunchError("launch --sync-dst-dir", expected="rsync", got="none here", remedy="install it")
     running: deque[tuple[str, subprocess.Popen[str]]] = deque()
-    failures = []
+    failures, remedies = list[str](), list[str]()
 
     def end_first() -> None:
         host, process = running[0]
         _, errors = process.communicate()
         running.popleft()
         if process.returncode:
-            failures.append(f"{host}: {_reason(errors, process.returncode)}")
+            why = _reason(errors, process.returncode)
+            failures.append(f"{host}: {why}")
+            if process.returncode == 255 or why == _NO_RSYNC:  # 255: of ssh
+                remedies.append(remedy(host, f"{errors}{why}"))
 
     try:
         for command in copy_commands(hosts, folder):
@@ -113,14 +117,17 @@ def copy_folder(hosts: Sequence[str], folder: str) -> None:
                 process.wait()
     if not failures and those_of_this_machine(hosts):  # guards check the other hosts
         writer = who_else_may_write(folder, everybody=True)
-        failures += [] if writer is None else [f"this machine: others may change {writer}"]
+        if writer is not None:
+            failures.append(f"this machine: others may change {writer}")
+            remedies.append("give a folder in which you alone may write")
     if failures:
-        raise LaunchError("copy the working folder", where=folder, got=listed(failures))
+        advice = remedies[0] if remedies else None
+        raise LaunchError("copy the working folder", where=folder, got=listed(failures), remedy=advice)
 
 
 def _reason(errors: str, code: int) -> str:
     if code == 127 or "command not found" in errors or "rsync: not found" in errors:
-        return "rsync is not installed there"
+        return _NO_RSYNC
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     return lines[0] if lines else f"rsync ended with status {code}"
 
