@@ -25,6 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ..core.environment import explained
 from ..errors import LaunchError, listed
 from . import process_monitor
 from .guard import DAEMONS, FIRST_WORDS
@@ -202,11 +203,14 @@ class Guards:
             self._folder = _private_folder(self._left_behind)
             _allow_files(len(self._places))
             names = list(self._places)
-            for first in range(0, len(names), AT_ONCE):
-                wave = [Channel(name) for name in names[first : first + AT_ONCE]]
-                self._channels |= {channel.host: channel for channel in wave}
-                untried = len(names) - len(self._channels)
-                self._wait(lambda channel: channel.is_ready, _REACHED_S, "reach by ssh", among=wave, untried=untried)
+            with explained(f"connecting by ssh to {listed(names)}", bool(names), sys.stderr):
+                for first in range(0, len(names), AT_ONCE):
+                    wave = [Channel(name) for name in names[first : first + AT_ONCE]]
+                    self._channels |= {channel.host: channel for channel in wave}
+                    untried = len(names) - len(self._channels)
+                    self._wait(
+                        lambda channel: channel.is_ready, _REACHED_S, "reach by ssh", among=wave, untried=untried
+                    )
         except BaseException:
             self.__exit__(None, None, None)
             raise

@@ -421,6 +421,8 @@ class Output:
         self._marks, self._screen, self._descriptor = marks, screen, descriptor
         self._pass_on, self._is_shown = pass_on, is_shown
         self._own, self._begun = b"", b""
+        self.has_spoken = False
+        """True once a rank has written to it."""
         self._lines: dict[bytes, Line] = {}
         self._last = self._mpirun = Line(b"", lambda text: False)
 
@@ -429,6 +431,7 @@ class Output:
         pieces, self._begun, self._own = self._marks.split(self._begun + received, self._own)
         for mark, text in pieces:
             if mark is not None:
+                self.has_spoken = True
                 label = mark.expand(self._marks.label)
                 self._last = self._lines.setdefault(mark["rank"], Line(label, self._is_shown))
             elif _OF_MPIRUN.match(text):  # else it continues the last piece
@@ -491,6 +494,11 @@ class Shown:
         """Return the assembler of standard error, see `Output`."""
         self._outputs[2] = Output(self._marks, self._screens[2], 2, pass_on, is_shown)
         return self._outputs[2]
+
+    @property
+    def is_silent(self) -> bool:
+        """Return whether no rank has written anything yet."""
+        return not any(output.has_spoken for output in self._outputs.values())
 
     def show(self, text: bytes) -> None:
         """Show whole lines on standard error."""

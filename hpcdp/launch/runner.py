@@ -142,6 +142,7 @@ _AS_SIGTERM = (signal.SIGQUIT, signal.SIGXCPU)
 _GRACE_S = 10.0
 _HOLD_S = 0.05
 _TELL_S = 0.1
+_SILENCE_S = 3.0
 # MPICH's mpirun does not notice that a rank on another host has failed; the other ranks have to end within 10 s.
 _FAILED_GRACE_S = 6.0
 _LOST_GRACE_S = 3.0
@@ -231,7 +232,7 @@ def supervise(
                     started.attach(watch, guards)
                 goes_on = "--with-ft" in command  # Open MPI with ULFM: the surviving ranks continue
                 ended_by, was_stuck = _forward_signals(
-                    mpirun, watch, usr1_has_come, guards, words, started, job.verbose, goes_on, family, interface
+                    mpirun, watch, usr1_has_come, guards, words, started, ranks, job.verbose, goes_on, family, interface
                 )  # fmt: skip
                 failed = watch.failed  # before the late messages below
                 if shown is not None:
@@ -486,6 +487,7 @@ def _forward_signals(
     guards: Guards | None,
     words: MpirunStderr,
     started: Started | None,
+    ranks: int,
     verbose: bool,
     goes_on: bool,
     family: str,
@@ -506,8 +508,10 @@ def _forward_signals(
     is_held, passed_on = usr1_has_come is not None and usr1_has_come(), int(signal.SIGUSR1)
     is_told_to_end, is_killed, was_stuck, num_reported = False, False, False, 0
     saves_since_s: float | None = None
+    silent_until_s = time.monotonic() + _SILENCE_S
     while mpirun.poll() is None:
-        received = watch.wait(min(_HOLD_S if is_held else 1.0, max(0.0, deadline - time.monotonic())))
+        next_s = min(deadline, silent_until_s) - time.monotonic()
+        received = watch.wait(min(_HOLD_S if is_held else 1.0, max(0.0, next_s)))
         is_held = is_held and not watch.notified(passed_on)
         words.look()
         if started is not None:
@@ -517,6 +521,9 @@ def _forward_signals(
             interface = None
         if verbose:
             num_reported = _tell_of_starts(watch, num_reported)
+        if time.monotonic() >= silent_until_s:
+            silent_until_s = float("inf")
+            _explain_silence(watch, ranks)
         if guards is not None:
             guards.beat()
             if guards.lost and not is_told_to_end:
@@ -570,6 +577,20 @@ def _forward_signals(
     if mpirun.returncode < 0 and not is_killed and ended_by is None and watch.failed is None:
         say(f"{'srun' if family == 'srun' else 'mpirun'} was killed by {signal.Signals(-mpirun.returncode).name}")
     return ended_by, was_stuck
+
+
+def _explain_silence(watch: Watch, ranks: int) -> None:
+    """Explain on a terminal the silence of a job that has printed nothing yet.
+
+    Do nothing where the job's output is not observed, and where stderr is a file or pipe, which programs read.
+    """
+    if _output is None or not _output.is_silent or not os.isatty(2):
+        return
+    if len(watch.starts) < ranks:
+        say(f"mpirun has started {len(watch.starts)} of {ranks} ranks in {_SILENCE_S:g} s")
+    elif watch.running:
+        who = "rank 0" if ranks == 1 else f"{ranks} ranks"
+        say(f"no output from {who} in {_SILENCE_S:g} s: imports and MPI_Init take time")
 
 
 def _stop_beside(mpirun: subprocess.Popen[bytes]) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -10,10 +11,11 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from hpcdp.launch import mpi_library, mpirun_stderr, process_monitor
+from hpcdp.launch import mpi_library, mpirun_stderr, process_monitor, runner
 from hpcdp.launch.process_monitor import End, Watch
 
 MPICH = mpi_library.find_library().family == "mpich"
@@ -144,6 +146,45 @@ def test_a_job_that_the_watchdog_has_ended_has_failed_whatever_status_mpirun_has
 def test_an_end_needs_no_words() -> None:
     done = launch(3, FAULT.format("pass"))
     assert (done.returncode, done.stderr) == (0, "")
+
+
+SILENT = """
+import sys
+from hpcdp.launch import runner
+from hpcdp.launch.launchers import Job, mpirun
+runner._SILENCE_S = 0.3
+sys.exit(mpirun.run_local(Job(("sh", "-c", "sleep 1; echo up"), 2)))
+"""
+
+
+def test_a_silent_start_is_explained_on_a_terminal() -> None:
+    ours, theirs = pty.openpty()
+    done = subprocess.run([sys.executable, "-c", SILENT], stdout=subprocess.PIPE, stderr=theirs, text=True, timeout=60)
+    os.close(theirs)
+    said = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert (done.returncode, done.stdout) == (0, "up\n" * 2)
+    assert re.fullmatch("hpcdp launch: (no output from 2 ranks|mpirun has started . of 2 ranks) in 0.3 s.*\r\n", said)
+
+
+@pytest.mark.parametrize(
+    ("is_silent", "starts", "running", "says"),
+    [
+        (True, 2, {0}, "no output from 2 ranks in 3 s"),
+        (True, 1, {0}, "mpirun has started 1 of 2 ranks in 3 s"),
+        (True, 2, set(), ""),
+        (False, 2, {0, 1}, ""),
+    ],
+)
+def test_a_silence_is_explained_only_while_ranks_start(
+    is_silent: bool, starts: int, running: set[int], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(runner, "_output", SimpleNamespace(is_silent=is_silent))
+    monkeypatch.setattr(runner, "say", said.append)
+    monkeypatch.setattr(os, "isatty", lambda descriptor: descriptor == 2)
+    runner._explain_silence(SimpleNamespace(starts=[None] * starts, running=running), 2)  # type: ignore[arg-type]
+    assert len(said) == bool(says) and all(text.startswith(says) for text in said)
 
 
 def test_ranks_that_all_fail_alike_speak_for_themselves_if_they_do() -> None:

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from ...core.environment import batch_system
+from ...core.environment import batch_system, explained
 from ...core.files import who_else_may_write
 from ...errors import LaunchError, listed
 from .. import hosts, mpi_library, process_monitor
@@ -275,7 +275,8 @@ def _run_by_ssh(
             check_binding(job, library.family, place.processes, cores.get(place.name, local_cores), place.name)
         if job.sync_dst_dir is not None:
             tell(f"copying {os.getcwd()} to {job.sync_dst_dir} on all hosts")
-            copy_folder([place.name for place in places], job.sync_dst_dir)
+            with explained(f"copying the working folder to {job.sync_dst_dir}", True, sys.stderr):
+                copy_folder([place.name for place in places], job.sync_dst_dir)
         with _segments(dialect, environ) as (environ, segments_folder):
             exported = {name: environ[name] for name in traveling(environ, job.env)}
             guards.begin(job.ranks + job.servers, job.servers, exported, segments_folder, interface)
