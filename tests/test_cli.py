@@ -155,6 +155,9 @@ def test_zsh_completes(line: str, completed: str, forked: Run, tmp_path: Path) -
         ["bench", "latencies"],
         ["launch", "-n", "0", "--", "x"],
         ["train", "--lr", "x"],
+        ["train", "lennet"],
+        ["train", "--run-dir", "/"],
+        ["train", "--resume", "/nowhere"],
     ],
 )
 def test_neither_help_nor_an_error_loads_mpi_or_numpy(arguments: list[str]) -> None:
@@ -172,8 +175,8 @@ def test_help_names_what_there_is() -> None:
     from hpcdp.nn.models import MODELS
 
     shown = " ".join(hpcdp("train", "-h", COLUMNS="80").stdout.split())
-    assert f"network to train: {', '.join(MODELS)} (" in shown
-    assert f"data set to train on: {', '.join(NAMES)} (" in shown
+    assert f"network to train: {', '.join(sorted(MODELS))} (" in shown
+    assert f"data set to train on (default: shakespeare for sequences, else digits): {', '.join(NAMES)} -" in shown
     assert "--data-dir DIR folder of data sets, e.g. ~/data for ~/data/mnist" in shown
     assert "--data mnist --data-dir ~/data" in shown
 

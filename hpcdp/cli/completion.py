@@ -56,17 +56,13 @@ def _values() -> dict[tuple[str, str], Sequence[str]]:
     """Return the valid values of arguments, by command and attribute; it loads NumPy."""
     from ..bench.command import BENCHMARKS, STYLES
     from ..collectives import ALGORITHMS
-    from ..data.catalog import NAMES
     from ..launch.launchers import LAUNCHERS
     from ..launch.slurm_scripts import TEMPLATES
-    from ..nn.models import MODELS
     from ..train.runs.config import TrainConfig
 
     fields = dataclasses.fields(TrainConfig)
     values = {("train", field.name): field.metadata["choices"] for field in fields if field.metadata["choices"]}
     return values | {
-        ("train", "model"): list(MODELS),
-        ("train", "data"): NAMES,
         ("launch", "launcher"): list(LAUNCHERS),
         ("bench", "benchmark"): BENCHMARKS,
         ("bench", "style"): STYLES,

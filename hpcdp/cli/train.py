@@ -22,7 +22,7 @@ from ..core.environment import explained, fail, launched_ranks, module, speaks
 from ..errors import HpcdpError
 from ..launch.parser import Parser, add_command
 from ..train.runs import config as runs_config
-from ..train.runs.config import TrainConfig, kind_of, uncollected
+from ..train.runs.config import CHECKPOINTS, TrainConfig, kind_of, uncollected
 
 _EXAMPLES = """\
 examples:
@@ -87,6 +87,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _train_here(config: TrainConfig, settings: dict[str, Any]) -> int:
+    config.check_folders()  # before imports that take seconds
     from ..launch.launchers import Job, mpirun
     from ..train.runs import run, run_dir
 
@@ -148,7 +149,6 @@ def _ended_by(status: int) -> str:
 def _how_to_go_on(run_dir: str) -> str:
     """Return the hint how to resume a run; empty where it has no checkpoint."""
     from ..checkpoint import directory
-    from ..train.runs.run_dir import CHECKPOINTS
 
     with contextlib.suppress(OSError, HpcdpError):
         directory.require_free(Path(run_dir) / CHECKPOINTS)  # as below
@@ -159,7 +159,7 @@ def _how_to_go_on(run_dir: str) -> str:
 
 def _draw_what_there_is(run_dir: str) -> None:
     from ..checkpoint.directory import require_free
-    from ..train.runs.run_dir import CHECKPOINTS, draw_run
+    from ..train.runs.run_dir import draw_run
 
     with contextlib.suppress(OSError, ValueError, HpcdpError):
         require_free(Path(run_dir) / CHECKPOINTS)  # not the folder of another running job

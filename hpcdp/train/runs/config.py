@@ -137,6 +137,9 @@ RATES = (
 SEQUENCE_MODELS = tuple(SEQUENCE_LEARNING_RATES)
 TEXTS = ("shakespeare",)
 """Data sets for sequence models only."""
+MODELS = ("char_lstm", "gpt", "lenet", "mlp", "resnet18", "resnet18_cifar")
+DATA = ("cifar10", "digits", "fashion_mnist", "mnist", *TEXTS)
+"""All networks and data sets, whose modules load NumPy."""
 
 
 def usual(model: str, optimizer: str | None, kv_store: str | None) -> dict[str, Any]:
@@ -158,6 +161,25 @@ def usual(model: str, optimizer: str | None, kv_store: str | None) -> dict[str, 
     }
 
 
+CHECKPOINTS = "checkpoints"
+"""The folder of checkpoints in a run folder."""
+
+
+def has_results(folder: Path) -> ConfigError:
+    """Return the error for a new run in the folder of an earlier one."""
+    return ConfigError(
+        "run folder exists and is not empty", where=folder, remedy="choose another --run-dir, or add --overwrite"
+    )
+
+
+def no_checkpoint(folder: Path, got: str) -> ConfigError:
+    """Return the error for a run that cannot be resumed from ``folder``."""
+    return ConfigError(
+        "resume", where=folder, expected=f"a checkpoint in {folder / CHECKPOINTS}", got=got,
+        remedy="name another run folder, or leave --resume out",
+    )  # fmt: skip
+
+
 AUTO = "auto"
 """The value of ``resume`` that resumes if there is a checkpoint, and else starts a new run."""
 
@@ -173,12 +195,8 @@ class TrainConfig:
         ConfigError: a setting has a wrong type, an unknown choice or a value out of range, or conflicts with another.
     """
 
-    model: str = setting("lenet", "network to train: char_lstm, gpt, lenet, mlp, resnet18, resnet18_cifar")
-    data: str = setting(
-        None,
-        "data set to train on: cifar10, digits, fashion_mnist, mnist, shakespeare (default: shakespeare for sequences, "
-        "else digits)",
-    )
+    model: str = setting("lenet", "network to train", choices=MODELS)
+    data: str = setting(None, f"data set to train on (default: {TEXTS[0]} for sequences, else digits)", choices=DATA)
     data_dir: str | None = setting(
         None,
         "folder of data sets, e.g. ~/data for ~/data/mnist (default: HPCDP_DATA_DIR, or ~/.cache/hpcdp/data)",
@@ -324,12 +342,7 @@ class TrainConfig:
             ) from error  # fmt: skip
         if (self.model in SEQUENCE_MODELS) == (self.data in TEXTS):
             return
-        from ...data.catalog import NAMES  # imported late, as above
-        from ...nn.models import MODELS
-
-        if self.model not in MODELS:
-            return  # `create` raises the error
-        fitting = TEXTS if self.model in SEQUENCE_MODELS else [name for name in NAMES if name not in TEXTS]
+        fitting = TEXTS if self.model in SEQUENCE_MODELS else [name for name in DATA if name not in TEXTS]
         expected = f"with model={self.model} {' or '.join(fitting)}"
         raise ConfigError("setting data", expected=expected, got=self.data)
 
@@ -362,6 +375,19 @@ class TrainConfig:
                 yield getattr(self, name) != alone, name, f"{_shown(alone)} with kv_store"
             is_alone = kind in ("local", "device") and self.ranks not in (None, 1)
             yield is_alone, "kv_store", f"{' or '.join(_OF_SEVERAL)} for {self.ranks} ranks"
+
+    def check_folders(self) -> None:
+        """Raise `ConfigError` if a folder shows without NumPy that the run cannot begin; nothing is written.
+
+        It goes before slow steps; `run_dir.reserve_run_dir` and `run_dir.settled` find the rest.
+        """
+        if self.resume not in (None, AUTO) and not Path(str(self.resume)).is_dir():
+            raise no_checkpoint(Path(str(self.resume)), "no such folder")
+        if self.run_dir is not None and self.resume is None and not self.overwrite:
+            folder = Path(self.run_dir)
+            with contextlib.suppress(OSError):
+                if any(path.name != CHECKPOINTS for path in folder.iterdir()):
+                    raise has_results(folder)
 
     @property
     def for_host(self) -> str | None:

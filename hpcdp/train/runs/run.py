@@ -209,6 +209,7 @@ def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]
     """
     world = init()
     config = config.for_world(world.size, 0 if world.whole is None else world.whole.num_servers)
+    on_rank_0(world.comm, config.check_folders)  # before kernels are compiled
     if config.resume is not None and on_rank_0(world.comm, lambda: is_finished(config)):
         if world.rank == 0:
             print(_at_its_end(config.run_dir), flush=True)

@@ -23,7 +23,16 @@ from ...core.environment import explained
 from ...errors import ConfigError, DataError, HpcdpError, listed, reason
 from ..metrics import MetricsLog, Record, read_metrics, replace_file
 from ..progress import draw_curves
-from .config import AUTO, TrainConfig, load, read_toml, uncollected
+from .config import (
+    AUTO,
+    CHECKPOINTS,
+    TrainConfig,
+    has_results,
+    load,
+    no_checkpoint,
+    read_toml,
+    uncollected,
+)
 
 RUN_FILES = (
     "config.toml", "metrics.jsonl", "events.out.tfevents.*", "*.png", "*.png.part", "config.toml.part",
@@ -33,9 +42,6 @@ RUN_FILES = (
 
 RUNS = "runs"
 """The folder of new run folders."""
-
-CHECKPOINTS = "checkpoints"
-"""The folder of checkpoints in a run folder."""
 
 
 def reserve_run_dir(config: TrainConfig) -> TrainConfig:
@@ -125,9 +131,7 @@ def _drop_checkpoints(folder: Path) -> None:
 
 def _clear_run_dir(folder: Path, overwrite: bool) -> None:
     if not overwrite:
-        raise ConfigError(
-            "run folder exists and is not empty", where=folder, remedy="choose another --run-dir, or add --overwrite"
-        )
+        raise has_results(folder)
     if not (folder / "config.toml").is_file():
         raise ConfigError(
             "overwrite the run folder", where=folder, expected="the config.toml of an earlier run in it",
@@ -332,10 +336,7 @@ def _find(config: TrainConfig, said: Mapping[str, Any], launched: bool) -> Path 
             )  # fmt: skip
         if not _has_checkpoint(folder):
             got = "no config.toml beside it" if directory.find(folder / CHECKPOINTS) else "none"
-            raise ConfigError(
-                "resume", where=folder, expected=f"a checkpoint in {folder / CHECKPOINTS}", got=got,
-                remedy="name another run folder, or leave --resume out",
-            )  # fmt: skip
+            raise no_checkpoint(folder, got)
         return folder
     if config.run_dir is not None:
         folder = Path(config.run_dir)

@@ -348,4 +348,5 @@ def test_a_network_and_data_that_do_not_fit_are_both_named(model):
     other, valid = ("digits", ["shakespeare"]) if model == "char_lstm" else ("shakespeare", ["cifar10", "digits"])
     with raises(ConfigError, operation="setting data", expected=[model, *valid], got=other):
         TrainConfig(model=model, data=other)
-    TrainConfig(model="gtp", data="shakespeare")  # there is no such network, which is said where it is made
+    with raises(ConfigError, operation="unknown model 'gtp'", remedy="gpt"):
+        TrainConfig(model="gtp", data="shakespeare")
