@@ -67,8 +67,8 @@ class Tensor:
                 data = data.data
             elif not (hasattr(data, "__array_namespace__") or (hasattr(data, "strides") and hasattr(data, "dtype"))):
                 data = array_of(data)
-        self.data: Array = data
-        self.grad: Array | None = None
+        self.data: np.ndarray = data  # or CuPy's, which has no type hints but the same methods
+        self.grad: np.ndarray | None = None
         self.grad_req = "null"
         self.grad_hook: Callable[[Any], object] | None = None
         self.node: Node | None = None
@@ -79,7 +79,7 @@ class Tensor:
         return self.data.shape
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype[Any]:
         """Dtype of ``data``."""
         return self.data.dtype
 

@@ -13,7 +13,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import numpy as np
 
@@ -76,6 +76,18 @@ def igather(
     return start("igather", world, x, root, out=out)
 
 
+@overload
+def scatter(
+    x: None, root: int = 0, world: World | None = None, splits: Sequence[int] | None = None, out: None = None
+) -> Array: ...
+@overload
+def scatter(
+    x: ArrayT | None,
+    root: int = 0,
+    world: World | None = None,
+    splits: Sequence[int] | None = None,
+    out: ArrayT | None = None,
+) -> ArrayT: ...
 @accepts_tensors
 def scatter(
     x: Array | None,
@@ -106,6 +118,18 @@ def scatter(
     return run("scatter", world, x, root, splits, out=out)
 
 
+@overload
+def iscatter(
+    x: None, root: int = 0, world: World | None = None, splits: Sequence[int] | None = None, out: None = None
+) -> Operation[Array]: ...
+@overload
+def iscatter(
+    x: ArrayT | None,
+    root: int = 0,
+    world: World | None = None,
+    splits: Sequence[int] | None = None,
+    out: ArrayT | None = None,
+) -> Operation[ArrayT]: ...
 @accepts_tensors
 def iscatter(
     x: Array | None,
@@ -118,10 +142,22 @@ def iscatter(
     return start("iscatter", world, x, root, splits, out=out)
 
 
+@overload
+def alltoall(
+    x: ArrayT, splits: None = None, world: World | None = None, out: ArrayT | None = None, algorithm: str = "auto"
+) -> ArrayT: ...
+@overload
+def alltoall(
+    x: ArrayT,
+    splits: Sequence[int] | np.ndarray,
+    world: World | None = None,
+    out: ArrayT | None = None,
+    algorithm: str = "auto",
+) -> tuple[ArrayT, np.ndarray]: ...
 @accepts_tensors
 def alltoall(
     x: Array,
-    splits: Sequence[int] | None = None,
+    splits: Sequence[int] | np.ndarray | None = None,
     world: World | None = None,
     out: Array | None = None,
     algorithm: str = "auto",
@@ -148,10 +184,22 @@ def alltoall(
     return run("alltoall", world, x, splits, algorithm, out=out)
 
 
+@overload
+def ialltoall(
+    x: ArrayT, splits: None = None, world: World | None = None, out: ArrayT | None = None, algorithm: str = "auto"
+) -> Operation[ArrayT]: ...
+@overload
+def ialltoall(
+    x: ArrayT,
+    splits: Sequence[int] | np.ndarray,
+    world: World | None = None,
+    out: ArrayT | None = None,
+    algorithm: str = "auto",
+) -> Operation[tuple[ArrayT, np.ndarray]]: ...
 @accepts_tensors
 def ialltoall(
     x: Array,
-    splits: Sequence[int] | None = None,
+    splits: Sequence[int] | np.ndarray | None = None,
     world: World | None = None,
     out: Array | None = None,
     algorithm: str = "auto",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from ..comm.tasks import Operation, ProgressEngine
 from ..core.arrays import Array, dtype_of_char, in_kind_of_sender, kind_number
 from ..core.checks import whole_number
 from ..errors import MismatchError
+from .data_movement import ArrayT
 from .staging import (
     accepts_tensors,
     bring_back,
@@ -111,6 +112,14 @@ def _when_complete(requests: list[Request]) -> StepsTo[None]:
     yield requests
 
 
+@overload
+def recv(out: None = None, source: int = 0, tag: int = 0, world: World | None = None) -> Array: ...
+@overload
+def recv(out: None = None, *, source: None, tag: int = 0, world: World | None = None) -> tuple[Array, int]: ...
+@overload
+def recv(out: ArrayT, source: int = 0, tag: int = 0, world: World | None = None) -> ArrayT: ...
+@overload
+def recv(out: ArrayT, source: None, tag: int = 0, world: World | None = None) -> tuple[ArrayT, int]: ...
 @accepts_tensors
 def recv(out: Array | None = None, source: int | None = 0, tag: int = 0, world: World | None = None) -> Any:
     """Receive an array that rank ``source`` sends, or any rank.
@@ -138,6 +147,16 @@ def recv(out: Array | None = None, source: int | None = 0, tag: int = 0, world: 
     return progress.run(receiving.name, receiving.steps(), out, receiving.peers)
 
 
+@overload
+def irecv(out: None = None, source: int = 0, tag: int = 0, world: World | None = None) -> Operation[Array]: ...
+@overload
+def irecv(
+    out: None = None, *, source: None, tag: int = 0, world: World | None = None
+) -> Operation[tuple[Array, int]]: ...
+@overload
+def irecv(out: ArrayT, source: int = 0, tag: int = 0, world: World | None = None) -> Operation[ArrayT]: ...
+@overload
+def irecv(out: ArrayT, source: None, tag: int = 0, world: World | None = None) -> Operation[tuple[ArrayT, int]]: ...
 @accepts_tensors
 def irecv(out: Array | None = None, source: int | None = 0, tag: int = 0, world: World | None = None) -> Operation[Any]:
     """Start a `recv`, with the same arguments and errors; ``wait()`` returns its result."""
@@ -203,6 +222,18 @@ class _Receiving:
         return self._receive.result(with_sender=self._source is None)
 
 
+@overload
+def sendrecv(x: Array, dest: int, source: int, out: None = None, tag: int = 0, world: World | None = None) -> Array: ...
+@overload
+def sendrecv(
+    x: Array, dest: int, source: None, out: None = None, tag: int = 0, world: World | None = None
+) -> tuple[Array, int]: ...
+@overload
+def sendrecv(x: Array, dest: int, source: int, out: ArrayT, tag: int = 0, world: World | None = None) -> ArrayT: ...
+@overload
+def sendrecv(
+    x: Array, dest: int, source: None, out: ArrayT, tag: int = 0, world: World | None = None
+) -> tuple[ArrayT, int]: ...
 @accepts_tensors
 def sendrecv(
     x: Array, dest: int, source: int | None, out: Array | None = None, tag: int = 0, world: World | None = None

@@ -103,8 +103,10 @@ def alltoall(x: Tensor, splits: Sequence[int] | None = None, world: World | None
 
     def pullback(gy: Array, dx: Gradient | None) -> None:
         if dx is not None:
-            back = collectives.alltoall(gy, counts, world)
-            dx.add(back if counts is None else back[0])
+            if counts is None:
+                dx.add(collectives.alltoall(gy, world=world))
+            else:
+                dx.add(collectives.alltoall(gy, counts, world)[0])
 
     result = on_tape(received, (x,), pullback)
     return result if splits is None else (result, counts)

@@ -245,7 +245,7 @@ def _parts(module: Module) -> Iterator[Module]:
 
 
 def _described(x: Tensor) -> Key:
-    array = x.data
+    array: Array = x.data
     wants_gradient = x.node is not None or x.grad_req != "null"
     layout = None if array.flags.c_contiguous else array.strides
     device = array.device.id if is_cupy(array) else None
