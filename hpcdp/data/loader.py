@@ -24,7 +24,7 @@ from ..engine import Engine, Variable, default_engine
 from ..errors import ConfigError, type_named
 from .datasets import ArrayDataset, Batch, Dataset, require_dataset
 from .images import Augmentation
-from .samplers import BatchIndices, Resumable, SamplerPosition, SharedSampler
+from .samplers import BatchIndices, BatchSampler, Ordered, Resumable, SamplerPosition, SharedSampler
 
 
 class _PinnedBatch:
@@ -156,6 +156,13 @@ def _pair(where: str, expected: str, batch: Any) -> Batch:
     return batch[0], batch[1]
 
 
+def _too_many(size: int, got: str) -> ConfigError:
+    return ConfigError(
+        "DataLoader", where="sampler", expected=f"sample numbers below {size}, the length of the data set", got=got,
+        remedy="create the sampler with n=len(dataset)",
+    )  # fmt: skip
+
+
 class DataLoader:
     """Iterable over ``(x, y)`` batches as NumPy arrays, reading up to ``prefetch`` of them ahead.
 
@@ -196,6 +203,9 @@ class DataLoader:
         if not hasattr(sampler, "__iter__"):
             expected = "a sampler of batches, such as a ShardedSampler"
             raise ConfigError("DataLoader", where="sampler", expected=expected, got=type_named(sampler))
+        known = sampler.sampler if isinstance(sampler, BatchSampler) else sampler
+        if isinstance(known, Ordered) and (n := getattr(known, "n", 0)) > len(dataset):
+            raise _too_many(len(dataset), f"a {type(known).__name__} of n={n}")
         if transform is not None:
             function("DataLoader", "transform", transform, "a function of a batch's x and y")
         instance("DataLoader", "augment", augment, (Augmentation, NoneType), "an Augmentation")
@@ -273,7 +283,14 @@ class DataLoader:
         return None if self.device is None or self.device.kind == "cpu" else self.device
 
     def _read(self, numbers: np.ndarray, epoch: int) -> Batch:
-        x, y = _pair("dataset", "a data set that returns (x, y) for an array of numbers", self.dataset[numbers])
+        try:
+            batch = self.dataset[numbers]
+        except IndexError as error:
+            size = len(self.dataset)
+            if len(numbers) and int(np.max(numbers)) >= size:
+                raise _too_many(size, f"the number {np.max(numbers)}") from error
+            raise
+        x, y = _pair("dataset", "a data set that returns (x, y) for an array of numbers", batch)
         if self.augment is not None:
             x = self.augment(x, numbers, epoch)
         if self.transform is None:

@@ -54,6 +54,18 @@ def batches(n: int, size: int) -> BatchSampler:
     return BatchSampler(SequentialSampler(n), size)
 
 
+@pytest.mark.parametrize(
+    "sampler",
+    [SequentialSampler(9), RandomSampler(9), ShardedSampler(9, 4), [np.array([0, 8])]],
+    ids=lambda sampler: type(sampler).__name__,
+)
+def test_numbers_beyond_the_data_set_are_named(sampler) -> None:
+    batches = sampler if isinstance(sampler, list | ShardedSampler) else BatchSampler(sampler, 4)
+    got = "the number 8" if isinstance(sampler, list) else "n=9"
+    with raises(ConfigError, operation="DataLoader", where="sampler", expected=7, got=got, remedy="n=len(dataset)"):
+        list(DataLoader(ArrayDataset(np.zeros((7, 2)), np.zeros(7)), batches, prefetch=0))
+
+
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 50])
 def test_every_batch_once_in_order_and_again(engine: Engine, prefetch: int) -> None:
     dataset = Recording(25)
