@@ -35,7 +35,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -67,15 +67,35 @@ if TYPE_CHECKING:
 _LIBRARY = "libpmix.so.2"
 
 
+class _Value(ctypes.Structure):
+    """PMIx's ``pmix_value_t``; ``data`` is as long and as aligned as its union of all types."""
+
+    _fields_: ClassVar[list[Any]] = [("type", ctypes.c_uint16), ("data", ctypes.c_uint64 * 4)]
+
+
+class _Info(ctypes.Structure):
+    """PMIx's ``pmix_info_t``."""
+
+    _fields_: ClassVar[list[Any]] = [("key", ctypes.c_char * 512), ("flags", ctypes.c_uint32), ("value", _Value)]
+
+
+_COLLECT_DATA, _BOOL = b"pmix.collect", 1
+"""PMIx's names of an attribute of fences and of a type."""
+
+
 def meet() -> None:
     """Return once all processes that the launcher started have called; all must, once, after MPI_Init.
+
+    The fence exchanges the data that the processes have put: one without data ends node by node under srun, because
+    the PMIx of Slurm 22.05 takes it for one of each node.
 
     Without Open MPI's PMIx in this process it returns at once.
     """
     with contextlib.suppress(OSError, AttributeError):
         fence = ctypes.CDLL(_LIBRARY, mode=os.RTLD_NOW | os.RTLD_NOLOAD).PMIx_Fence
         fence.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t]
-        fence(None, 0, None, 0)  # of all processes of the job, without data
+        with_data = _Info(key=_COLLECT_DATA, value=_Value(_BOOL, (True,)))
+        fence(None, 0, ctypes.byref(with_data), 1)  # of all processes of the job
 
 
 _OPEN_FILES = 18

@@ -77,6 +77,33 @@ def srun(cluster: Cluster, *arguments: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+MEETS = """
+import time
+from mpi4py import MPI
+from hpcdp.comm.startup import meet
+
+rank, waited = MPI.COMM_WORLD.rank, []
+for late in range(4):
+    meet()
+    if rank == late:
+        time.sleep(1)
+    began = time.monotonic()
+    meet()
+    waited.append(time.monotonic() - began)
+print(rank, *(f"{seconds:.1f}" for seconds in waited))
+"""
+
+
+def test_ranks_wait_for_those_of_other_hosts_before_they_send(slurm: Cluster) -> None:
+    script = slurm.folder / "meets.py"
+    script.write_text(MEETS)
+    lines = srun(slurm, "--mpi=pmix", "-n", "4", "--ntasks-per-node=2", sys.executable, str(script))
+    waited = {int(line.split()[0]): [*map(float, line.split()[1:])] for line in lines}
+    assert sorted(waited) == [0, 1, 2, 3]
+    for rank, seconds in waited.items():
+        assert all((wait < 0.5) == (late == rank) for late, wait in enumerate(seconds)), waited
+
+
 @pytest.mark.parametrize("tasks", [["-n", "3"], ["-n", "4", "--ntasks-per-node=2"]])
 def test_pytorch_models_train_as_one_process_does(slurm: Cluster, tasks: list[str]) -> None:
     pytest.importorskip("torch", reason="PyTorch is not installed")
