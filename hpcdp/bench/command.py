@@ -102,7 +102,7 @@ class OsuStyle:
         """Return the lines above the table; ``facts`` describe the ranks and the benchmark."""
         settings = self._settings
         name = _OSU_NAMES.get(settings.dtype, settings.dtype)
-        by = f"# hpcdp {__version__} has measured, and prints as OSU Micro-Benchmarks {OSU_VERSION} do."
+        by = f"# Measured by hpcdp {__version__}, printed in the format of OSU Micro-Benchmarks."
         title = f"# OSU MPI {TITLES[settings.benchmark]} Test v{OSU_VERSION}"
         lines = ["", title, by, *_comments(facts), f"# Datatype: {name}."]
         if settings.benchmark == "iallreduce":
@@ -410,14 +410,14 @@ def parser() -> Parser:
     )
     add = made.add_argument
     add("benchmark", metavar="BENCHMARK", help="what to measure, one of those below")
-    add("-v", "--version", action="version", version=f"hpcdp {__version__}", help="show the version and end")
+    add("-v", "--version", action="version", version=f"hpcdp {__version__}", help="show the version and exit")
     add(
         "-m", "--message-size", dest="sizes", default="", metavar="[MIN:]MAX", help="message sizes in bytes, e.g. 4:64M"
     )
-    add("--factor", type=int, default=2, metavar="N", help="each size is N times the one before (2)")
+    add("--factor", type=int, default=2, metavar="N", help="ratio of a size to the one before (default: 2)")
     add("-M", "--mem-limit", dest="most", metavar="SIZE", help="leave out messages above SIZE bytes")
     add("-i", "--iterations", type=int, metavar="N", help="timed calls (default: by size)")
-    add("-x", "--warmup", type=int, default=10, metavar="N", help="untimed calls before (10)")
+    add("-x", "--warmup", type=int, default=10, metavar="N", help="untimed calls before (default: 10)")
     add("-f", "--full", action="store_true", help="all columns, e.g. minimum and maximum")
     add(
         "-c", "--validation", dest="validate", type=int, nargs="?", const=1, metavar="0|1",
@@ -428,15 +428,25 @@ def parser() -> Parser:
         help="float32, bfloat16, int64 ...; or mpi_char, mpi_int, mpi_float",
     )  # fmt: skip
     add("-d", "--accelerator", dest="device", default="cpu", metavar="DEVICE", help="memory of the arrays: cpu")
-    add("-k", "--root-rank", dest="root", type=int, default=0, metavar="RANK", help="root of broadcast and reduce (0)")
+    add(
+        "-k",
+        "--root-rank",
+        dest="root",
+        type=int,
+        default=0,
+        metavar="RANK",
+        help="root of broadcast and reduce (default: 0)",
+    )
     add("-l", "--in-place", action="store_true", help="no effect: collectives are always in place")
-    add("-W", "--window-size", dest="window", type=int, default=64, metavar="N", help="messages in flight (64)")
+    add(
+        "-W", "--window-size", dest="window", type=int, default=64, metavar="N", help="messages in flight (default: 64)"
+    )
     add(
         "-t", "--num-test-calls", dest="tests", type=int, default=0, metavar="N",
-        help="calls of test() while iallreduce runs (0)",
+        help="calls of test() while iallreduce runs (default: 0)",
     )  # fmt: skip
-    add("--algorithm", default="auto", metavar="NAME", help="auto (default), native, ring ...")
-    add("--op", default="sum", metavar="NAME", help="sum (default), mean, min, max, prod")
+    add("--algorithm", default="auto", metavar="NAME", help="auto, native, ring ... (default: auto)")
+    add("--op", default="sum", metavar="NAME", help="sum, mean, min, max, prod (default: sum)")
     add("--style", default="osu", metavar="NAME", help="table of osu (default) or nccl; nccl for collectives only")
     add("--predict", action="store_true", help="also print the time that the cost model predicts")
     add("--csv", metavar="FILE", help="write the figures as CSV, one line per size")

@@ -455,7 +455,10 @@ def parser() -> Parser:
         "collectives", nargs="*", metavar="COLLECTIVE", help="measure only these, and keep the saved choices of others"
     )
     made.add_argument(
-        "-m", dest="sizes", metavar="MIN:MAX", help="array sizes in bytes (4:64M); keep the saved choices of others"
+        "-m",
+        dest="sizes",
+        metavar="MIN:MAX",
+        help="array sizes in bytes (default: 4:64M); others keep their saved choices",
     )
     made.add_argument(
         "--quick", action="store_true", help="sizes 4:4M and fewer timings, in some twenty seconds on two ranks"

@@ -37,6 +37,14 @@ _FORWARDING = {
     "completion": "print the completion script of bash or zsh",
 }
 """Commands whose modules parse the rest of the line, with their descriptions."""
+_EPILOG = """\
+hpcdp COMMAND -h lists the options of a command.
+
+examples:
+  hpcdp train lenet --data digits --ranks 2    a network of the package
+  hpcdp launch -n 2 -- python train.py         your own program
+  hpcdp doctor                                 when something does not work
+"""
 _INFO_EXAMPLES = """\
 examples:
   hpcdp info
@@ -126,7 +134,7 @@ def parser() -> Parser:
     from ..launch.parser import Parser, add_command
     from . import train
 
-    made = Parser(prog="hpcdp", description="Data-parallel training of neural networks on MPI.")
+    made = Parser(prog="hpcdp", description="Data-parallel training of neural networks on MPI.", epilog=_EPILOG)
     made.add_argument("--version", action="version", version=f"hpcdp {hpcdp.__version__}")
     commands = made.add_subparsers(title="commands", metavar="COMMAND", dest="command_name", required=True)
     train.add_to(commands)

@@ -76,7 +76,9 @@ def parser() -> Parser:
     )
     export.add_argument("--format", metavar="NAME", help="npz, safetensors or pt (default: by the suffix of OUT)")
     export.add_argument("--step", metavar="N", type=at_least(0), help="use the checkpoint of step N, not the newest")
-    export.add_argument("--best", metavar="METRIC", help="use that with the largest metric; --best=-loss: the smallest")
+    export.add_argument(
+        "--best", metavar="METRIC", help="use the checkpoint with the largest METRIC; --best=-loss: with the smallest"
+    )
     export.add_argument("--overwrite", action="store_true", help="replace OUT")
 
     prune = add_command(commands, "prune", _prune, "remove old checkpoints, never the last good one")
@@ -84,7 +86,7 @@ def parser() -> Parser:
     prune.add_argument("--keep", metavar="N", type=at_least(1), required=True, help="keep the newest N")
     prune.add_argument("--keep-every", metavar="M", type=at_least(1), help="also keep those of every M-th step")
     prune.add_argument(
-        "--best", metavar="METRIC", help="also keep that with the largest metric; --best=-loss: the smallest"
+        "--best", metavar="METRIC", help="also keep the one with the largest METRIC; --best=-loss: with the smallest"
     )
     prune.add_argument("--dry-run", action="store_true", help="print what would be removed")
     return made

@@ -284,7 +284,8 @@ def show(checks: Mapping[str, Callable[[], Finding]] | None = None) -> int:
         verdicts.append(finding.verdict)
         print(_wrapped(f"{finding.verdict.value:<8} {title}: {finding.saw}", width), flush=True)
         if finding.remedy:
-            print(_wrapped(f"{'':<8} remedy: {finding.remedy}", width))
+            for line in f"remedy: {finding.remedy}".splitlines():
+                print(_wrapped(f"{'':<8} {line}", width))
     counts = ", ".join(f"{verdicts.count(verdict)} {verdict.value}" for verdict in Verdict)
     print(f"\n{len(verdicts)} checks: {counts}")
     return 1 if Verdict.FAILED in verdicts else 0
@@ -446,9 +447,10 @@ def check_stale_segments() -> Finding:
 
 
 def _to_remove(stale: Sequence[Path], what: str) -> Finding:
-    remedy = f"rm -r {' '.join(shlex.quote(str(path)) for path in stale[:_MOST_STALE])}"
+    paths = [shlex.quote(str(path)) for path in stale[:_MOST_STALE]]
+    remedy = " \\\n  ".join(["rm -r", *paths] if len(paths) > 1 else [f"rm -r {paths[0]}"])  # to be copied as it is
     others = len(stale) - _MOST_STALE
-    return warning(f"{len(stale)} {what}", remedy if others <= 0 else f"{remedy}; then again for {others} more")
+    return warning(f"{len(stale)} {what}", remedy if others <= 0 else f"{remedy}\nrun it again for {others} more")
 
 
 def check_stale_sessions() -> Finding:
@@ -492,7 +494,7 @@ def check_threads() -> Finding:
             return warning(f"{name}={text!r} is no number", f"unset {name}")
         if int(text) > cores or (int(text) == 1 and cores >= 4):
             return warning(f"{name}={text} with {cores} usable cores", f"unset {name}, unless this is intended")
-    return ok("not set too high, nor left at 1")
+    return ok("the numbers of BLAS and OpenMP threads fit the cores")
 
 
 def check_limits() -> Finding:

@@ -58,7 +58,7 @@ def parser() -> Parser:
     add("--sync-dst-dir", metavar="DIR", help="copy the working folder to DIR on every host, and run there")
     add("--env", action="append", default=[], metavar="K=V", help=_ENV)
     add("--interface", metavar="IF", help="use only this network interface between hosts")
-    add("--bind", metavar="TO", help=f"bind each rank to a {', '.join(BINDINGS[1:])}, or none (default)")
+    add("--bind", metavar="TO", help=f"bind each rank to one {', '.join(BINDINGS[1:])} or none (default: none)")
     add("--mpi-args", default="", metavar="ARGS", help="further arguments of mpirun, as one string")
     add("--batch-args", default="", metavar="ARGS", help="options of the batch system (sge, yarn), as one string")
     add("--tag-output", action="store_true", help="print the rank before each line of output")

@@ -161,8 +161,8 @@ def test_a_folder_of_an_mpirun_that_was_killed(tmp_path: Path, monkeypatch: pyte
     assert finding.saw == f"1 in {tmp_path}, left by mpirun when it was killed"
     for number in range(4194306, 4194316):
         (tmp_path / f"ompi.{number}").mkdir()
-    named, _, rest = doctor.check_stale_sessions().remedy.partition("; ")
-    assert len(named.split()) == 2 + 8 and rest == "then again for 3 more"
+    *named, rest = doctor.check_stale_sessions().remedy.splitlines()
+    assert len(named) == 1 + 8 and all(line.endswith("\\") for line in named[:-1]) and rest == "run it again for 3 more"
 
 
 @pytest.mark.parametrize(
