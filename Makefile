@@ -60,7 +60,8 @@ test-torch-suite: $(VENV)/installed-torch  ## run PyTorch's tests of torch.distr
 test-torch-libraries:  ## train with Hugging Face, Lightning and others
 	@$(MAKE) --no-print-directory VENV=$(VENV)-libraries $(VENV)-libraries/installed-torch
 	@$(VENV)-libraries/bin/python -m pip install -q accelerate transformers lightning torchmetrics
-	@$(VENV)-libraries/bin/python -m pytest -q -rs tests/torch/test_torch_programs.py $(ARGS)
+	@$(VENV)-libraries/bin/python -m pip install -q --no-deps timm torchvision==0.28.0  # they would replace PyTorch
+	@HPCDP_TEST_THOROUGH=1 $(VENV)-libraries/bin/python -m pytest -q -rs tests/torch/test_torch_programs.py $(ARGS)
 
 test-thorough: $(VENV)/installed-torch  ## run all cases and random inputs of the tests (long)
 	@HPCDP_TEST_THOROUGH=1 $(BIN)/python tests/run.py --limit-s 3600 $(ARGS)

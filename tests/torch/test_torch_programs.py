@@ -47,6 +47,7 @@ def test_a_checkpoint_of_other_ranks(tmp_path):
         ("accelerate_loop", "accelerate"),
         ("lightning_fit", "lightning"),
         ("torchmetrics_accuracy", "torchmetrics"),
+        ("timm_training", "timm"),
     ],
 )
 def test_libraries(program: str, library: str):
