@@ -85,6 +85,8 @@ def of_stores(x: NDArray[np.float32]) -> None:
     store = kvstore.create("local")
     assert_type(store, kvstore.KVStore)
     assert_type(store.push("weight", x), None)
+    assert_type(store.pull("weight"), kvstore.PullHandle)
+    assert_type(store.pull(["weight"]), list[kvstore.PullHandle])
     with checkpoint.Manager("saved") as manager:
         assert_type(manager, checkpoint.Manager)
         assert_type(manager.latest(), int | None)

@@ -13,7 +13,7 @@ import math
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import numpy as np
 
@@ -189,6 +189,12 @@ class KVStore(abc.ABC):
         for entry, arrays in self._pushable(key, value):
             self._push(entry, arrays, priority)
 
+    @overload
+    def pull(self, key: Key, out: None = None, priority: int = 0) -> PullHandle: ...
+    @overload
+    def pull(self, key: list[Any] | tuple[Any, ...], out: None = None, priority: int = 0) -> list[PullHandle]: ...
+    @overload
+    def pull(self, key: Any, out: Any, priority: int = 0) -> None: ...
     def pull(self, key: Any, out: Any = None, priority: int = 0) -> Any:
         """Pull the values of one or several keys after this worker's last push of each.
 
@@ -253,6 +259,14 @@ class KVStore(abc.ABC):
         self.init(key, value)
         self.pull(key, value if out is None else out, priority)
 
+    @overload
+    def row_sparse_pull(self, key: Key, out: None = None, row_ids: Any = None, priority: int = 0) -> PullHandle: ...
+    @overload
+    def row_sparse_pull(
+        self, key: list[Any] | tuple[Any, ...], out: None = None, row_ids: Any = None, priority: int = 0
+    ) -> list[PullHandle]: ...
+    @overload
+    def row_sparse_pull(self, key: Any, out: Any, row_ids: Any = None, priority: int = 0) -> None: ...
     def row_sparse_pull(self, key: Any, out: Any = None, row_ids: Any = None, priority: int = 0) -> Any:
         """Pull rows of a value; the other rows are zero. The rows of a value of one dimension are its elements.
 
