@@ -70,7 +70,6 @@ CHANGING = (
     (r"\d+(\.\d+)?%( hidden|  of the time| of the time)", r"N%\2"),
     (r"\d[\d,.]* (MB|MiB|KB|KiB|kB|GB|GiB)\b", r"N \1"),
     (r"\b\d+\.\d\d x the median", "N x the median"),
-    (r", [\d.]+ exposed;", ", N exposed;"),
     (r"\b(exposed communication|data|rest) [\d.]+", r"\1 N"),
     (r"\bpid \d+", "pid N"),
     (r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d(:\d\d)?", "DATE"),

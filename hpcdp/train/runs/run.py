@@ -501,11 +501,11 @@ def report(result: dict[str, Any], failure: OSError | None = None) -> str:
     if result["ranks"] == 1:
         communication = "none, there is one rank"
     elif result["comm_hidden"] is None:
-        communication = f"{result['comm_exposed_s']:.2f} s exposed a rank; {share:.1%} of the time"
+        communication = f"{result['comm_exposed_s']:.2f} s exposed per rank, {share:.1%} of the time"
     else:
         communication = (
-            f"{result['comm_hidden']:.0%} hidden; {result['comm_s']:.2f} s per rank, {result['comm_exposed_s']:.2f} "
-            f"exposed; {share:.1%} of the time"
+            f"{result['comm_s']:.2f} s per rank, {share:.1%} of the time; {result['comm_exposed_s']:.2f} s exposed, "
+            f"{result['comm_hidden']:.0%} hidden"
         )
     folder, quoted = result["run_dir"], shlex.quote(str(result["run_dir"]))
     lines = [

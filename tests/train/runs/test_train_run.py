@@ -44,7 +44,7 @@ def test_a_log_has_a_plain_line_an_epoch_and_the_report(finished):
     last = read_metrics(folder / "metrics.jsonl")[-1]
     assert told["test accuracy"] == f"{last['test_accuracy']:.4f}"
     assert re.match(r"[\d,]+ samples/s over 2 ranks", told["speed"])
-    assert re.match(r"\d+% hidden", told["communication"])
+    assert re.search(r"\d s exposed, \d+% hidden$", told["communication"])
     assert re.match(r"compute \d+\.\d\d s, exposed communication \d+\.\d\d, data ", told["time per rank"])
     assert re.match(r"\d+\.\d\d s, \d+% of the time: (computation|bucket)", told["critical path"])
     assert re.match(r"rank [01] on \S+ in [1-4] of 4 epochs, \d\.\d\d x the median$", told["slowest rank"])
@@ -123,7 +123,7 @@ def test_a_run_on_a_store_beside_files_named_as_modules_of_pythons(kind, tmp_pat
     assert [line[:9] for line in lines if line.startswith("epoch")] == ["epoch 1/2", "epoch 2/2"]
     told = {line[:15].rstrip(): line[15:] for line in lines if not line.startswith(("epoch", " "))}
     assert told["store"] == f"{kind}, {'the store' if kind == 'dist_async' else 'every rank'} updates"
-    assert re.fullmatch(r"\d+\.\d\d s exposed a rank; \d+\.\d% of the time", told["communication"])
+    assert re.fullmatch(r"\d+\.\d\d s exposed per rank, \d+\.\d% of the time", told["communication"])
     assert float(told["test accuracy"]) > 0.8
     records = read_metrics(tmp_path / "runs" / "mlp-digits-001" / "metrics.jsonl")
     epochs = [each for each in records if each["kind"] == "epoch"]
@@ -314,7 +314,7 @@ def test_the_report_of_many_ranks_names_who_was_waited_for():
         )
     )
     told = {line[:15].rstrip(): line[15:] for line in shown.splitlines()}
-    assert told["communication"] == "80% hidden; 0.50 s per rank, 0.10 exposed; 15.6% of the time"
+    assert told["communication"] == "0.50 s per rank, 15.6% of the time; 0.10 s exposed, 80% hidden"
     assert told["critical path"] == "2.75 s, 86% of the time: bucket 2"
     assert told["slowest rank"] == "rank 3 on node3 in 3 of 4 epochs, 1.50 x the median"
     assert told["stragglers"] == "rank 3 on node3 (3 epochs), rank 4 on node4 (1 epoch) and 1 more"
@@ -323,7 +323,7 @@ def test_the_report_of_many_ranks_names_who_was_waited_for():
     on_a_store = report(
         result(ranks=2, comm_s=0.5, comm_exposed_s=0.5, records=records, store=[("store", "dist_sync")])
     )
-    assert "communication  0.50 s exposed a rank; 15.6% of the time\nstore          dist_sync\n" in on_a_store
+    assert "communication  0.50 s exposed per rank, 15.6% of the time\nstore          dist_sync\n" in on_a_store
     assert max(map(len, shown.splitlines())) <= 80
 
 
