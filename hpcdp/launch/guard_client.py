@@ -203,7 +203,7 @@ class Guards:
             self._folder = _private_folder(self._left_behind)
             _allow_files(len(self._places))
             names = list(self._places)
-            with explained(f"connecting by ssh to {listed(names)}", bool(names), sys.stderr):
+            with explained(f"connecting by ssh to {listed(names)}", os.isatty(2), sys.stderr):
                 for first in range(0, len(names), AT_ONCE):
                     wave = [Channel(name) for name in names[first : first + AT_ONCE]]
                     self._channels |= {channel.host: channel for channel in wave}

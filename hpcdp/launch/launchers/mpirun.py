@@ -275,7 +275,7 @@ def _run_by_ssh(
             check_binding(job, library.family, place.processes, cores.get(place.name, local_cores), place.name)
         if job.sync_dst_dir is not None:
             tell(f"copying {os.getcwd()} to {job.sync_dst_dir} on all hosts")
-            with explained(f"copying the working folder to {job.sync_dst_dir}", True, sys.stderr):
+            with explained(f"copying the working folder to {job.sync_dst_dir}", os.isatty(2), sys.stderr):
                 copy_folder([place.name for place in places], job.sync_dst_dir)
         with _segments(dialect, environ) as (environ, segments_folder):
             exported = {name: environ[name] for name in traveling(environ, job.env)}
