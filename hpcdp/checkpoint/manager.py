@@ -29,6 +29,7 @@ from ..comm import Communicator, World, init
 from ..comm.consistency import Outcome, on_every_rank, on_rank_0, require_same, told_to_all
 from ..comm.world import WeakMethods, require_world
 from ..core.checks import boolean, instance, instances, not_copied, one_of, whole_number, whole_numbers
+from ..core.environment import fail_at_exit
 from ..engine import Engine
 from ..errors import ConfigError, DataError, HpcdpError, warn
 from . import directory, flatten, load, manifest
@@ -561,15 +562,17 @@ class Manager:
             self._lock = None
 
     def _let_end(self) -> None:
-        """Wait for a save under way at the program's end, except after an exception."""
+        """Wait for a save under way at the program's end, except after an exception.
+
+        Raises:
+            DataError: the save failed, see `wait`.
+        """
         if self._is_left:
             return
         try:
             self.wait()
-        except HpcdpError as error:
-            if self.world.rank == 0:
-                warn(str(error))
-        self._release()
+        finally:
+            self._release()
 
     @property
     def pending(self) -> bool:
@@ -822,4 +825,7 @@ _let_end: WeakMethods[None] = WeakMethods()
 
 def _let_all_end() -> None:
     for end in reversed(_let_end.living()):
-        end()
+        try:
+            end()
+        except Exception as error:
+            fail_at_exit(error)

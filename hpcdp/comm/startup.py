@@ -44,6 +44,7 @@ from ..core.environment import (
     THREAD_VARIABLES,
     enter_replica,
     exit_status,
+    fail_at_exit,
     is_launched,
     kept_to_interface,
     launched_rank,
@@ -396,7 +397,7 @@ def world_from(comm: Any) -> World:
 
     def finish() -> None:
         if (living := weak()) is not None and not living.is_closed:
-            living.finish()
+            _finish(living)
 
     atexit.register(finish)
     weakref.finalize(world, atexit.unregister, finish).atexit = False
@@ -444,7 +445,7 @@ def _after_fork() -> None:
     if _world is None:
         return
     _leave_as_child()
-    atexit.unregister(_world.finish)
+    atexit.unregister(_finish)
     for world in _all_of(_world):
         comm: Any = world.comm
         become_child(world)
@@ -481,8 +482,8 @@ def _end_before_mpi(world: World) -> None:
     from mpi4py import MPI
 
     def end(*_: object) -> None:
-        atexit.unregister(world.finish)
-        world.finish()
+        atexit.unregister(_finish)
+        _finish(world)
         for part in _all_of(world):
             if (watchdog := part.kept.get(Watchdog)) is not None:
                 watchdog.end()
@@ -508,6 +509,21 @@ def _virtual_node_size(ranks_per_node: int | None) -> int | None:
     return int(text)
 
 
+_FINISHED = "finished"
+"""A key of `World.kept`."""
+
+
+def _finish(world: World) -> None:
+    """Call `World.finish` once, at the end of the program, which then fails if this does."""
+    if world.kept.get(_FINISHED):
+        return
+    world.kept[_FINISHED] = True
+    try:
+        world.finish()
+    except Exception as error:
+        fail_at_exit(error)
+
+
 def _start(ranks_per_node: int | None, *, serves: bool) -> World:
     MPI = _load_mpi()
     from .mpi import MpiCommunicator, abort_when_one_fails, wait_for_all_to_leave
@@ -527,7 +543,7 @@ def _start(ranks_per_node: int | None, *, serves: bool) -> World:
         world = _world_of(everyone, ranks_per_node, num_servers=everyone.size - workers)
         of_role = everyone.split(None if serves else 0)
         world = world if of_role is None else _world_of(of_role, ranks_per_node, whole=world)
-    atexit.register(world.finish)
+    atexit.register(_finish, world)
     if abort_at_end is not None:
         atexit.register(abort_at_end)  # called before `finish`, which waits for other ranks
     return world
@@ -542,7 +558,7 @@ def _start_on(comm: Any, ranks_per_node: int | None) -> World:
     everyone = _duplicate(comm)
     abort_at_end = abort_when_one_fails(MPI.COMM_WORLD, MPI.COMM_WORLD.size) if everyone.size > 1 else None
     world = _world_of(everyone, ranks_per_node)
-    atexit.register(world.finish)
+    atexit.register(_finish, world)
     if abort_at_end is not None:
         atexit.register(abort_at_end)
     return world

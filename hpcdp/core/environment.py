@@ -14,6 +14,7 @@ neither end the process nor be lost.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import os
@@ -297,6 +298,41 @@ def record_exit_status() -> None:
     SystemExit(3)``, is not recorded.
     """
     sys.exit = _exit
+
+
+_failed_at_exit = False
+
+
+def fail_at_exit(error: Exception) -> None:
+    """Report an error of an exit function, and make the process exit with status 1 unless its own is not 0.
+
+    Python prints exceptions of exit functions, ignores them, and exits with status 0. The other exit functions still
+    run. Rank 0 reports an error that is on every rank.
+    """
+    global _failed_at_exit, _status
+    _failed_at_exit = True
+    _status = _status or 1
+    rank, is_ours = launched_rank(), isinstance(error, HpcdpError)
+    if not (rank and isinstance(error, HpcdpError) and error.is_on_every_rank):
+        import traceback  # late: seldom needed
+
+        text = str(error) if is_ours else "".join(traceback.format_exception(error)).rstrip()
+        report_directly(f"hpcdp: {text}" if rank is None or is_ours else f"rank {rank} of {launched_ranks()} failed:\n{text}")
+
+
+@atexit.register  # at import, so it runs after the exit functions of hpcdp and of most programs
+def _exit_with_failure() -> None:
+    if not _failed_at_exit:
+        return
+    if "logging" in sys.modules:
+        sys.modules["logging"].shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # closed, or replaced
+            stream.flush()
+    MPI: Any = sys.modules.get("mpi4py.MPI")
+    if MPI is not None and MPI.Is_initialized() and not MPI.Is_finalized():
+        MPI.Finalize()  # a process that leaves without it makes mpirun report an abnormal end
+    os._exit(_status)
 
 
 _PIDFD_GETFD = 438

@@ -262,12 +262,8 @@ def test_errors_at_the_end_of_a_program_are_said(way, tmp_path, monkeypatch):
             with manager:
                 pass
 
-    if way == "with":
-        with raises(DataError, operation="save", where="x"):
-            thread_comm.run(2, one)
-    else:
-        with pytest.warns(UserWarning, match="No space left"):
-            thread_comm.run(2, one)
+    with raises(DataError, operation="save", where="x"):
+        thread_comm.run(2, one)
 
 
 def test_ctrl_c_ends_the_waiting_not_the_save(held, tmp_path):
@@ -292,7 +288,7 @@ def world_of_one():
 
 
 PROGRAM = """
-import sys, threading, numpy, samples, hpcdp, os, signal
+import atexit, resource, sys, threading, numpy, samples, hpcdp, os, signal
 from hpcdp.checkpoint import Manager, manager as files
 world = hpcdp.init()
 manager = Manager(sys.argv[1])
@@ -302,6 +298,9 @@ def slow(*arguments):
     threading.Event().wait(0.3)
     return write(*arguments)
 files.fill = slow
+if sys.argv[2] == "full":
+    atexit.register(print, "goodbye")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, resource.RLIM_INFINITY))
 manager.save(4, samples.state(4, world), wait=False)
 if sys.argv[2] == "interrupted":
     os.kill(os.getpid(), signal.SIGINT)
@@ -325,6 +324,17 @@ def test_processes_that_end_while_a_save_is_under_way(ending, ranks, status, tmp
     found = manager.restore()
     assert found.step == 4  # under way, and let end
     assert np.array_equal(found.state["weights"], samples.weights(4))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_program_fails_whose_last_save_fails_after_its_end(ranks, tmp_path):
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
+    program = [sys.executable, "-c", PROGRAM, str(tmp_path), "full"]
+    launch = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", str(ranks), "--"] if ranks > 1 else []
+    done = subprocess.run([*launch, *program], capture_output=True, text=True, timeout=60, env=environ)
+    assert (done.returncode, done.stdout) == (1, "goodbye\n" * ranks), done.stderr
+    assert "got File too large" in done.stderr.splitlines()[-1]
+    assert Manager(tmp_path, world_of_one()).steps() == [2]
 
 
 def test_after_an_exception_the_folder_is_locked_as_long_as_a_save_goes_on(held, monkeypatch, tmp_path):

@@ -37,6 +37,29 @@ def test_the_status_is_known_at_the_end(ends, told):
     assert (done.returncode, done.stdout) == (told, f"{told}\n"), done.stderr
 
 
+FAILS_LATE = """
+import atexit, sys, hpcdp
+
+class Store:
+    def end(self):
+        raise ArithmeticError("a push that has failed")
+
+store = Store()
+hpcdp.init().endings.add(store.end)
+atexit.register(print, "goodbye")
+"""
+
+
+@pytest.mark.parametrize(("ends", "status"), [("", 1), ("sys.exit(3)", 3)])
+def test_an_exit_function_that_fails_fails_the_program(ends, status):
+    launched = os.environ | {"PMI_RANK": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", FAILS_LATE + ends], env=launched, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (status, "goodbye\n"), done.stderr
+    assert done.stderr.count("ArithmeticError: a push that has failed\n") == 1
+
+
 def test_without_a_launcher_nothing_is_replaced():
     alone = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI", "PMI", "SLURM"))}
     code = "import sys; own = sys.exit; import hpcdp; assert sys.exit is own"
