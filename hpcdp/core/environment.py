@@ -317,7 +317,9 @@ def fail_at_exit(error: Exception) -> None:
         import traceback  # late: seldom needed
 
         text = str(error) if is_ours else "".join(traceback.format_exception(error)).rstrip()
-        report_directly(f"hpcdp: {text}" if rank is None or is_ours else f"rank {rank} of {launched_ranks()} failed:\n{text}")
+        report_directly(
+            f"hpcdp: {text}" if rank is None or is_ours else f"rank {rank} of {launched_ranks()} failed:\n{text}"
+        )
 
 
 @atexit.register  # at import, so it runs after the exit functions of hpcdp and of most programs
