@@ -1,14 +1,18 @@
-"""The CUDA sources compile for the GPUs that hpcdp is for; no GPU is needed, but nvcc or cuda-core.
+"""The CUDA sources compile without a warning for the GPUs that hpcdp supports; needs nvcc or cuda-core, but no GPU.
 
-They are one program here, each in a namespace of its own: most of the time of a compiler that is started for each goes
-into its start. No source asks for which GPU it is compiled, so what compiles for one compiles for all.
+They are compiled as one program, each in a namespace of its own, because most of a compiler's time goes into its start.
+Sources that have compiled are compiled again only when they, the options or the compiler change.
 """
 
+import hashlib
 import importlib.util
+import io
 import os
 import re
 import shutil
 import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,8 +20,8 @@ import pytest
 from hpcdp.core.files import data_folder
 from hpcdp.kernels import cuda
 
-ARCHITECTURES = (80, *(pytest.param(number, marks=pytest.mark.thorough) for number in (90, 100)))
-"""A100; H100 and H200, B200, for which the same sources are only assembled otherwise."""
+ARCHITECTURES = (80, 90, 100)
+"""A100; H100 and H200; B200."""
 
 OPTIMIZED = bool(os.environ.get("HPCDP_TEST_THOROUGH"))
 """As for a real GPU: three times the work, and no other errors."""
@@ -39,16 +43,37 @@ def test_no_source_asks_for_the_architecture(file: str) -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_all_compile(architecture: int, tmp_path: Path) -> None:
+def test_all_compile_without_a_warning(architecture: int, tmp_path: Path) -> None:
+    compile_program, version = _compiler()
     program = "".join(_alone(file) for file in FILES)
-    if importlib.util.find_spec("cuda") and importlib.util.find_spec("cuda.core"):
-        code = _compiled_by_nvrtc(program, architecture)  # by which CuPy compiles
-    elif shutil.which("nvcc"):
-        code = _compiled_by_nvcc(program, architecture, tmp_path)
-    else:
-        pytest.skip("needs cuda-core (pip install 'cuda-core[cu13]'), or nvcc on PATH, to compile CUDA")
+    key = repr((program, cuda.OPTIONS, OPTIMIZED, version, Path(__file__).read_text()))
+    compiled = Path(sys.prefix, "cuda-sources", f"sm_{architecture}-{hashlib.sha256(key.encode()).hexdigest()}")
+    if compiled.exists():
+        return
+    code = compile_program(program, architecture, tmp_path)
     names = {name for file in FILES for name in re.findall(_NAME, cuda.source(file))}
     assert names and all(name.encode() in code for name in names)
+    compiled.parent.mkdir(exist_ok=True)
+    compiled.touch()
+
+
+def test_a_warning_is_an_error(tmp_path: Path) -> None:
+    compile_program, _ = _compiler()
+    program = _alone("times")
+    assert compile_program(program, 80, tmp_path)
+    with pytest.raises(AssertionError, match="never_used"):
+        compile_program(program + "__global__ void warned() { int never_used; }\n", 80, tmp_path)
+
+
+def _compiler() -> tuple[Callable[[str, int, Path], bytes], str]:
+    """Return a function that compiles a program for an architecture, with a folder for its files, and its version."""
+    if importlib.util.find_spec("cuda") and importlib.util.find_spec("cuda.core"):
+        from cuda.bindings import nvrtc
+
+        return _compiled_by_nvrtc, str(nvrtc.nvrtcVersion())  # by which CuPy compiles
+    if shutil.which("nvcc"):
+        return _compiled_by_nvcc, subprocess.run(["nvcc", "--version"], capture_output=True, text=True).stdout
+    pytest.skip("needs cuda-core (pip install 'cuda-core[cu13]'), or nvcc on PATH, to compile CUDA")
 
 
 def _compiled_by_nvcc(program: str, architecture: int, folder: Path) -> bytes:
@@ -64,11 +89,14 @@ def _compiled_by_nvcc(program: str, architecture: int, folder: Path) -> bytes:
     return (folder / "all.cubin").read_bytes()
 
 
-def _compiled_by_nvrtc(program: str, architecture: int) -> bytes:
+def _compiled_by_nvrtc(program: str, architecture: int, _: Path) -> bytes:
     from cuda.core import Program, ProgramOptions
 
     options = ProgramOptions(
         std="c++17", fma=False, arch=f"sm_{architecture}", ofast_compile=None if OPTIMIZED else "max",
         device_as_default_execution_space=True,  # as CuPy: CUDA 12 takes generic lambdas for the host's
     )  # fmt: skip
-    return bytes(Program(program, "c++", options).compile("cubin").code)
+    log = io.StringIO()
+    code = Program(program, "c++", options).compile("cubin", logs=log).code
+    assert not log.getvalue(), log.getvalue()
+    return bytes(code)
