@@ -230,6 +230,8 @@ class World:
     """The function that makes the worlds of `split`; None in a world with servers."""
     _parts: list[weakref.ref[World]] = field(default_factory=list, repr=False, compare=False)
     """See `parts`."""
+    _lasting_parts: list[World] = field(default_factory=list, repr=False, compare=False)
+    """Worlds of `split` and `subset` that called `live_until_closed`."""
     parent: World | None = field(default=None, repr=False, compare=False)
     """The world that this one was split from."""
     is_borrowed: bool = False
@@ -289,7 +291,8 @@ class World:
         """Return the ranks that pass the same ``color``, in their order here, as a world; every rank must call.
 
         It ends with this world or before: when no rank holds it any more, or at the end of a context (see `close`):
-        ``with world.split(color) as part``. Its nodes are those of this world that have ranks in it.
+        ``with world.split(color) as part``. One whose ranks sum on GPUs ends only in the latter way, or with this
+        world. Its nodes are those of this world that have ranks in it.
 
         Args:
             color: an integer from 0 to `MOST_COLOR`, or a bool.
@@ -388,6 +391,15 @@ class World:
         """Worlds that `split` made on this rank and that are still referenced."""
         return [part for part in (reference() for reference in self._parts) if part is not None]
 
+    def live_until_closed(self) -> None:
+        """Keep a world of `split` or `subset` alive until it is closed or its parent ends, although unreferenced.
+
+        For state that all ranks must release together, which Python frees at a different time on each rank.
+        """
+        if self.parent is not None and not any(part is self for part in self.parent._lasting_parts):
+            self.parent._lasting_parts.append(self)
+            self.parent.live_until_closed()
+
     def close(self) -> None:
         """Release a world that `split`, `subset` or `from_comm` made.
 
@@ -437,6 +449,7 @@ class World:
         self.endings.clear()
         if self.parent is not None:
             self.parent._parts[:] = [reference for reference in self.parent._parts if reference() not in (None, self)]
+            self.parent._lasting_parts[:] = [part for part in self.parent._lasting_parts if part is not self]
         refuse(
             self, ConfigError, None, expected="an open world", got=f"the one of {self.size} ranks after close()",
             remedy="make another one: world.split(color)",

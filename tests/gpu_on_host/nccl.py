@@ -112,9 +112,11 @@ class NcclCommunicator:
             raise NcclError(6)
 
     def abort(self) -> None:
+        assert not self.aborted and not self.destroyed, "aborted after its end: its memory is freed twice"
         self.aborted = True
 
     def destroy(self) -> None:
+        assert not self.destroyed, "destroyed twice"
         every = [each for each in self.made if each._clique is self._clique]
         assert not any(each._left for each in every), "ended while ranks have something under way: it may hang"
         assert not any(each.aborted for each in every), "ended while another has given up: it waits for that for ever"

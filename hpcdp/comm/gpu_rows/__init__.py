@@ -296,6 +296,7 @@ class _AllGiven(list[_Given]):
 
 def _begin(world: World) -> _AllGiven:
     all_rows = _AllGiven()
+    world.live_until_closed()  # each rank would drop it, and with it NCCL's communicator, at a different time
     world.endings.add(all_rows.end)
     return all_rows
 
