@@ -162,8 +162,11 @@ def wait_for_all_to_leave(comm_world: MPI.Intracomm, workers: int) -> None:
     comm = comm_world.Dup()
     record_exit_status()  # again, in case hpcdp was imported before the launcher's variables were set
 
+    has_left = False
+
     def leave(*_: object) -> None:
-        if MPI.Is_finalized():
+        nonlocal has_left
+        if has_left or MPI.Is_finalized():
             return
         all_leave = comm.Ibarrier()
         deadline = time.monotonic() + GRACE_S
@@ -174,6 +177,7 @@ def wait_for_all_to_leave(comm_world: MPI.Intracomm, workers: int) -> None:
                 end_job(comm_world, exit_status())
                 return  # MPICH ends the process a little later
             time.sleep(_END_NAP_S)
+        has_left = True
 
     atexit.register(leave)  # registered first, so it runs after the world's functions, and before engines end
     MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=leave), None)  # see `startup._end_before_mpi`

@@ -304,7 +304,7 @@ _failed_at_exit = False
 
 
 def fail_at_exit(error: Exception) -> None:
-    """Report an error of an exit function, and make the process exit with status 1 unless its own is not 0.
+    """Report an error of an exit function, and make the process exit with `exit_status`, or 1 if that is 0.
 
     Python prints exceptions of exit functions, ignores them, and exits with status 0. The other exit functions still
     run. Rank 0 reports an error that is on every rank.
@@ -332,9 +332,11 @@ def _exit_with_failure() -> None:
         with contextlib.suppress(Exception):  # closed, or replaced
             stream.flush()
     MPI: Any = sys.modules.get("mpi4py.MPI")
-    if MPI is not None and MPI.Is_initialized() and not MPI.Is_finalized():
-        MPI.Finalize()  # a process that leaves without it makes mpirun report an abnormal end
-    os._exit(_status)
+    try:
+        if MPI is not None and MPI.Is_initialized() and not MPI.Is_finalized():
+            MPI.Finalize()  # a process that leaves without it makes mpirun report an abnormal end
+    finally:
+        os._exit(_status)
 
 
 _PIDFD_GETFD = 438

@@ -52,7 +52,7 @@ atexit.register(print, "goodbye")
 
 @pytest.mark.parametrize(("ends", "status"), [("", 1), ("sys.exit(3)", 3)])
 def test_an_exit_function_that_fails_fails_the_program(ends, status):
-    launched = os.environ | {"PMI_RANK": "0"}
+    launched = os.environ | {"PMI_RANK": "0", "OMPI_MCA_btl": "self,tcp"}
     done = subprocess.run(
         [sys.executable, "-c", FAILS_LATE + ends], env=launched, capture_output=True, text=True, timeout=60
     )
