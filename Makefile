@@ -60,7 +60,8 @@ test-torch-suite: $(VENV)/installed-torch  ## run PyTorch's tests of torch.distr
 test-torch-libraries:  ## train with Hugging Face, Lightning and others
 	@$(MAKE) --no-print-directory VENV=$(VENV)-libraries $(VENV)-libraries/installed-torch
 	@$(VENV)-libraries/bin/python -m pip install -q accelerate transformers lightning torchmetrics
-	@$(VENV)-libraries/bin/python -m pip install -q --no-deps timm torchvision==0.28.0  # they would replace PyTorch
+	@# torchvision would replace PyTorch; its wheel for CUDA breaks transformers, so it has a folder of its own
+	@$(VENV)-libraries/bin/python -m pip install -q --no-deps --upgrade --target $(VENV)-libraries/timm timm torchvision==0.28.0
 	@HPCDP_TEST_THOROUGH=1 $(VENV)-libraries/bin/python -m pytest -q -rs tests/torch/test_torch_programs.py $(ARGS)
 
 test-thorough: $(VENV)/installed-torch  ## run all cases and random inputs of the tests (long)

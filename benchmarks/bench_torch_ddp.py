@@ -1,4 +1,6 @@
-"""PyTorch models over several ranks: hpcdp's wrapper in turn with PyTorch's own over gloo, and without communication.
+"""PyTorch models over several ranks: PyTorch's wrapper over gloo and over the backend "hpcdp", and hpcdp's wrapper.
+
+They run in turn with a candidate that does not communicate, and with ``--fsdp`` also with FSDP2 over both backends.
 
 ``hpcdp launch -n 2 -- python benchmarks/bench_torch_ddp.py`` measures the ranks that a launcher started. Without one,
 ``python benchmarks/bench_torch_ddp.py --hosts 1,2`` starts jobs of its own: on this machine, and on as many hosts with
@@ -13,10 +15,11 @@ differ by for the one that lets each rank train by itself.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +35,8 @@ from hpcdp.core.checks import check_name
 from hpcdp.core.environment import launched_ranks
 from hpcdp.launch.parser import Parser, at_least
 
-DDP, RANK, SHARD, ALONE = "DDP, gloo", "hpcdp, every rank", "hpcdp, shards", "no communication"
+DDP, BACKEND, RANK, SHARD, ALONE = "DDP, gloo", "DDP, hpcdp", "hpcdp, every rank", "hpcdp, shards", "no communication"
+FSDP, FSDP_BACKEND = "FSDP2, gloo", "FSDP2, hpcdp"
 """The candidates."""
 
 _LR, _MOMENTUM = 0.01, 0.9
@@ -64,21 +68,38 @@ def step_of(name: str, model: Model, batches: list[tuple[Any, Any]], world: comm
     torch.manual_seed(0)
     net = model.net(torch.nn)
     settings = {"lr": _LR, "momentum": _MOMENTUM}
-    if name in (RANK, SHARD):
+    if name in (FSDP, FSDP_BACKEND):
+        mesh = torch.distributed.DeviceMesh.from_group(_group_of(name), "cpu")
+        fsdp = importlib.import_module("torch.distributed.fsdp")
+        for layer in net.children() if len(list(net.children())) > 1 else ():
+            if list(layer.parameters()):
+                fsdp.fully_shard(layer, mesh=mesh)
+        wrapped = fsdp.fully_shard(net, mesh=mesh)
+    elif name in (RANK, SHARD):
         hpcdp_torch = importlib.import_module("hpcdp.torch")
         wrapped = hpcdp_torch.DistributedDataParallel(net, world, owner="rank" if name == RANK else "shard")
     else:
         ddp = torch.nn.parallel.DistributedDataParallel
-        wrapped = ddp(net, gradient_as_bucket_view=True) if name == DDP else net
+        wrapped = net if name == ALONE else ddp(net, process_group=_group_of(name), gradient_as_bucket_view=True)
     if name == SHARD:
         optimizer = hpcdp_torch.ShardedOptimizer(wrapped, torch.optim.SGD, **settings)
     else:
-        optimizer = torch.optim.SGD(wrapped.parameters(), fused=True, **settings)
+        is_fused = name not in (FSDP, FSDP_BACKEND)  # DTensor has no fused kernel
+        optimizer = torch.optim.SGD(wrapped.parameters(), fused=is_fused, **settings)
 
     return training_step(wrapped, optimizer, batches)
 
 
-def measure(world: comm.World, key: str, batch: int, turns: int, seconds: float) -> dict[str, Any]:
+@functools.cache
+def _group_of(name: str) -> Any:
+    """Return the process group of a candidate; every rank must call."""
+    backend = "hpcdp" if name in (BACKEND, FSDP_BACKEND) else "gloo"
+    return importlib.import_module("torch.distributed").new_group(backend=backend)
+
+
+def measure(
+    world: comm.World, key: str, batch: int, turns: int, seconds: float, others: Sequence[str] = ()
+) -> dict[str, Any]:
     """Measure the model ``key`` at one batch size, the candidates in turn; every rank must call.
 
     Returns ``step_ms`` (medians of the slowest rank by candidate), ``ratio`` of DDP's time to each candidate's and
@@ -88,10 +109,10 @@ def measure(world: comm.World, key: str, batch: int, turns: int, seconds: float)
     """
     model = MODELS[key]
     batches = batches_of(model, batch, world.rank)
-    names = [DDP, RANK, SHARD, ALONE] if world.size > 1 else [RANK, SHARD, ALONE]
+    names = [*others, DDP, BACKEND, RANK, SHARD, ALONE] if world.size > 1 else [RANK, SHARD, ALONE]
     steps = {name: step_of(name, model, batches, world) for name in names}
     losses = {name: np.array([float(steps[name](i)) for i in range(_CHECKED_STEPS)]) for name in names}
-    first = losses[names[0]]
+    first = losses[DDP] if DDP in losses else losses[RANK]
     difference = largest_difference([losses[name] for name in names if name != ALONE], first)
     apart = largest_difference(losses[ALONE], first)
     begin = time.perf_counter()
@@ -158,7 +179,7 @@ def job(args: argparse.Namespace) -> int:
     gloo = Gloo(world) if world.size > 1 else None
     place: dict[str, Any] = {"torch": str(torch.__version__), "library": world.library, "machine": describe(world)}
     place["rows"] = [
-        measure(world, name, batch, args.turns, args.seconds)
+        measure(world, name, batch, args.turns, args.seconds, (FSDP, FSDP_BACKEND) if args.fsdp else ())
         for name in args.models.split(",")
         for batch in MODELS[name].batches
     ]
@@ -182,6 +203,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(MODELS)}")
     parser.add_argument("--turns", type=at_least(1), default=8, help="of each candidate (8)")
     parser.add_argument("--seconds", type=at_least(0.0), default=0.5, help="length of a turn (0.5)")
+    parser.add_argument("--fsdp", action="store_true", help="also time FSDP2, over gloo and over hpcdp")
     args = parser.parse_args(argv)
     for name in args.models.split(","):
         check_name("model", name, list(MODELS))
@@ -189,6 +211,7 @@ def main(argv: list[str] | None = None) -> int:
     if launched_ranks() is not None:
         return job(args)
     arguments = ["--models", args.models, "--turns", str(args.turns), "--seconds", str(args.seconds)]
+    arguments += ["--fsdp"] if args.fsdp else []
     places = measure_places("torch_ddp", arguments, args, _JOB_TIMEOUT_S, table)
     if places is None:
         return 2

@@ -157,8 +157,15 @@ def _resnet18(nn: Any) -> Any:
 
 
 def _gpt(nn: Any) -> Any:
+    return _decoder(nn, 192, 4)
+
+
+def _gpt6(nn: Any) -> Any:
+    return _decoder(nn, 384, 6)
+
+
+def _decoder(nn: Any, width: int, layers: int) -> Any:
     torch: Any = importlib.import_module("torch")
-    width, layers = 192, 4
 
     class GPT(nn.Module):  # type: ignore[misc]
         """A decoder of characters (Radford et al., 2019, section 2.3)."""
@@ -176,6 +183,26 @@ def _gpt(nn: Any) -> Any:
             return self.head(self.body(hidden, mask=mask, is_causal=True)).flatten(0, 1)
 
     return GPT()
+
+
+def _bert(nn: Any) -> Any:
+    transformers: Any = importlib.import_module("transformers")
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY, hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=1024,
+        max_position_embeddings=CONTEXT, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+
+    class Bert(nn.Module):  # type: ignore[misc]
+        """An encoder that names each token (Devlin et al., 2019, section 3)."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = transformers.BertForMaskedLM(config)
+
+        def forward(self, x: Any) -> Any:
+            return self.net(x).logits.flatten(0, 1)
+
+    return Bert()
 
 
 def training_step(model: Any, optimizer: Any, batches: list[tuple[Any, Any]]) -> Callable[[int], Any]:
@@ -198,4 +225,7 @@ MODELS = {
     "lenet": Model("LeNet, 0.13 M parameters", _lenet, (1, 28, 28), (64,)),
     "resnet18": Model("ResNet-18 on 32 x 32 images, 11 M parameters", _resnet18, (3, 32, 32), (8, 32)),
     "gpt": Model("GPT of 4 layers, 1.9 M parameters", _gpt, None, (8,)),
+    "gpt6": Model("GPT of 6 layers, 10.9 M parameters", _gpt6, None, (8,)),
 }
+if importlib.util.find_spec("transformers") is not None:
+    MODELS["bert"] = Model("BERT of Hugging Face, 4 layers, 3.4 M parameters", _bert, None, (8,))

@@ -7,6 +7,7 @@ import sys
 import torch
 import torch.distributed as dist
 
+sys.path.append(os.path.join(sys.prefix, "timm"))  # where make test-torch-libraries installs it
 for name in ("nms", "qnms"):  # torchvision's wheel has its operators for CUDA only
     torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
