@@ -53,9 +53,9 @@ def _say_once(text: str) -> None:
     _said.add(text)
 
 
-def not_taken(writer: str) -> None:
-    """Report that cached machine code is recompiled, because ``writer`` may change its file."""
-    _say_once(f"kernel cache: expected files that this user alone may write, got {writer}; compiling anew")
+def not_taken(got: str) -> None:
+    """Report that cached machine code is recompiled, because others may have chosen it; ``got`` names its file."""
+    _say_once(f"kernel cache: expected files that this user alone may write, got {got}; compiling anew")
 
 
 def not_kept(folder: Path, error: Exception) -> None:

@@ -25,6 +25,7 @@ import hashlib
 import os
 import pickle
 import platform
+import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -149,6 +150,9 @@ class _Summed(IndexDataCacheFile):
     def load(self, key: Any) -> Any:
         """Return the cached code for ``key``, or None; `OSError` if there is none."""
         path = self._path(key)
+        if not stat.S_ISREG(os.lstat(path).st_mode):  # a link leads out of the folder, and a FIFO waits for a writer
+            not_taken(f"{path}, which is no regular file")
+            return None
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb") as file:
             writer = who_else_may_write_file(file.fileno(), path)
             if writer is not None:
