@@ -307,7 +307,6 @@ class Server:
     def __init__(self, group: World, has_servers: bool) -> None:
         # Separate servers cannot duplicate the communicator: they may never learn of a store.
         self.comm = group.comm if has_servers else group.comm.duplicate()
-        self._ending = None if has_servers else group.comm.duplicate()  # its failure affects no other messages
         self._workers = group.size - group.num_servers
         self.stores: dict[int, Answers] = {}
         self._left: dict[int, set[int]] = {}
@@ -531,25 +530,21 @@ class Server:
             to_stderr(f"{own}: from {self.called(source)}: {error}")
 
     def end(self) -> None:
-        """Answer requests until all workers have ended; every worker must call."""
-        count = np.ones(1)
-        assert self._ending is not None
-        try:
-            ended = None if self.comm.lost else self._ending.native_iallreduce(count, "sum")
-            while ended is not None and not self.comm.lost and not ended.test():
-                time.sleep(_LONG_NAP_S)
-        except Exception as error:
-            # MPI libraries report the death of another rank by various errors.
-            if not (self._ending.takes_note(error) or self.comm.lost):
-                raise
-        if count[0] != self.comm.size:  # Open MPI reports a death only on some ranks
+        """Answer requests until all workers have left all stores.
+
+        This is not a collective call, because a rank may have dropped its world after that.
+        """
+        while (self.stores or self._sending) and not self.comm.lost:
+            time.sleep(_LONG_NAP_S)
+        if self.comm.lost:
             self._end_without_the_dead()
 
     def _end_without_the_dead(self) -> None:
+        """Answer requests until the others end, too, because a dead rank cannot pass on that all have left."""
         missing = set(range(self.comm.size)) - {self.comm.rank}
         for rank in missing:
             self._send(rank, Message(MessageKind.DONE), _ENDING)
-        while missing - self.comm.lost:
+        while self.stores and missing - self.comm.lost:
             received = self.comm.irecv_any(_ENDING)
             if received is None:
                 time.sleep(_LONG_NAP_S)

@@ -1,5 +1,6 @@
 """A rank's end of the exchange with others: what is on its way stays kept."""
 
+import threading
 import time
 
 import numpy as np
@@ -87,6 +88,25 @@ def test_a_store_is_kept_until_all_its_workers_have_dropped_it(ranks):
                 time.sleep(1e-3)
             assert not server.stores
             world.barrier()
+
+    thread_comm.run(ranks, one, 1)
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_a_world_ends_on_one_rank_after_others_have_dropped_it(ranks):
+    """Ranks that drop a world free it at different times, so some find it at the end of the program and some do not."""
+
+    def one(world):
+        part = world.split(0)
+        store = kvstore.create("dist_async", part)
+        store.init("w", np.full(3, world.rank, "f4"))
+        del store
+        if world.rank == ranks - 1:
+            ending = threading.Thread(target=part.finish, daemon=True)
+            ending.start()
+            ending.join(20)
+            assert not ending.is_alive(), "it waits for ranks that have no such world"
+        world.barrier()
 
     thread_comm.run(ranks, one, 1)
 
