@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from .compression import Compression
     from .core import devices
     from .core.devices import Device, cpu, gpu
-    from .data_parallel.policy import Policy
+    from .data_parallel.gradient_policy import Policy
     from .errors import HpcdpError
     from .train.trainer import Trainer
 
@@ -160,7 +160,7 @@ _HOMES = {
     "Device": "hpcdp.core.devices",
     "HpcdpError": "hpcdp.errors",
     "Monoid": "hpcdp.collectives",
-    "Policy": "hpcdp.data_parallel.policy",
+    "Policy": "hpcdp.data_parallel.gradient_policy",
     "Trainer": "hpcdp.train.trainer",
     "World": "hpcdp.comm.world",
     "allgather": "hpcdp.collectives",

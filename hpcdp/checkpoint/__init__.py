@@ -1,11 +1,12 @@
 """Checkpoints: the state of a run on disk.
 
-- `manager`: the interface of programs: save, restore and retention.
-- `save`, `load`: a save and a restore by all ranks.
+- `manager`: the interface of programs: save, restore and retention; a save by all ranks.
+- `load`: a restore by all ranks, which falls back to an older checkpoint if the newest is damaged.
 - `flatten`: a nested state as JSON and named tensors, and back.
-- `hdf5_file`: the HDF5 file of a shard; `manifest`: the list of all tensors and files.
-- `directory`: names and locks of checkpoints in a folder.
-- `inspect`, `export`: the commands of ``hpcdp checkpoint``, in one process.
+- `hdf5_file`: the HDF5 file of a shard, and the checksums of what is read from it.
+- `manifest`: the list of all tensors and files, with a checksum of its own.
+- `directory`: names, locks and atomic replacement of checkpoints in a folder.
+- `inspect`, `export`: the commands of ``hpcdp checkpoint``, in one process, among them the search for damage.
 
 docs/checkpoint-format.md describes the files.
 """

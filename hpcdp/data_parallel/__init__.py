@@ -2,11 +2,11 @@
 
 - `buckets`: the layout of parameters in flat buckets, and the state of a bucket.
 - `reducer`: the owner of buckets, gradient hooks and the state of a step.
-- `reductions`, `gpu_reduction`, `deterministic`: reductions in host memory, on GPUs, and in a fixed order of sums.
+- `host_reduction`, `gpu_reduction`, `deterministic`: reductions in host memory, on GPUs, and in a fixed order of sums.
 - `overlap`: schedules of reductions and updates, at the end of a step or beside computation.
 - `sharded_update`: update strategies: every rank updates all parameters, or the owner of a shard updates it.
-- `trainer`, `bucket_trainer`, `trainer_state`: the base of all trainers, the trainer on buckets, and its saved state.
-- `policy`: non-finite and missing gradients, and loss scaling. `profiling`: times of a step.
+- `base_trainer`, `bucket_trainer`, `trainer_state`: the base of all trainers, the trainer on buckets, its saved state.
+- `gradient_policy`: non-finite and missing gradients, and loss scaling. `profiling`: times of a step.
 """
 
 from .buckets import Layout, Slot

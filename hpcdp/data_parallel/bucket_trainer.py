@@ -29,12 +29,27 @@ from ..core.state import FitsSaved, Saved, require_state
 from ..errors import ConfigError, HpcdpError, NonFiniteGradientError, StaleGradientError, warn
 from ..kernels.cuda.capture import numbers
 from ..kernels.reference import clipped_scale
-from ..nn.microbatch import enter_shard
+from ..nn.virtual_shards import enter_shard
 from ..optim import Optimizer
 from . import Reducer, Replicated, ShardedUpdate, UpdateStrategy
+from .base_trainer import (
+    BaseTrainer,
+    MeanLosses,
+    completed,
+    described,
+    may_wait,
+    require_alike,
+    require_same_parameters,
+    require_same_settings,
+    require_whole,
+    share_over_parts,
+    show_to_profiler,
+    trained,
+    unfinished,
+)
 from .buckets import Parameter, plan
 from .deterministic import PlainSteps, ReproducibleSteps, arithmetic, checked_virtual_shards, fix_arithmetic
-from .policy import (
+from .gradient_policy import (
     DynamicLossScale,
     Policy,
     Unwritten,
@@ -55,21 +70,6 @@ from .sharded_update import (
     of_rank_0,
     places_of,
     squares_of_model,
-)
-from .trainer import (
-    BaseTrainer,
-    MeanLosses,
-    completed,
-    described,
-    may_wait,
-    require_alike,
-    require_same_parameters,
-    require_same_settings,
-    require_whole,
-    share_over_parts,
-    show_to_profiler,
-    trained,
-    unfinished,
 )
 from .trainer_state import (
     FILE_HEADER,

@@ -40,9 +40,9 @@ from ..comm.tasks import MESSAGE_NBYTES, in_lanes, together
 from ..core.arrays import is_host
 from ..core.checks import boolean, whole_number
 from ..errors import ConfigError, HpcdpError
-from ..nn.microbatch import VirtualShard, enter_shard, entered_shard, layers_of, move
+from ..nn.virtual_shards import VirtualShard, enter_shard, entered_shard, layers_of, move
 from .buckets import Bucket, Layout, Parameter
-from .reductions import HierarchicalReduction, Reduce, ReductionRanks
+from .host_reduction import HierarchicalReduction, Reduce, ReductionRanks
 
 if TYPE_CHECKING:
     from .reducer import Reducer

@@ -34,9 +34,9 @@ from ..core.arrays import Array
 from ..core.checks import choices
 from ..core.devices import Event, Stream, Streams, gpu
 from ..errors import DeviceError, UnsupportedError
-from . import reductions
+from . import host_reduction
 from .buckets import LINE_NBYTES, Bucket, Layout, Parameter, Slot
-from .reductions import (
+from .host_reduction import (
     BucketReduction,
     Coder,
     Reduce,
@@ -545,7 +545,7 @@ class GpuReduction(BucketReduction):
                 self._direct = Direct(streams, len(sizes), self._across)
             elif self._across is not None:
                 self._staging = Staging(streams, [self._part(number).nbytes for number in range(len(sizes))])
-                self._message_nbytes = reductions.fitting(world, self._across, layout.longest_nbytes)
+                self._message_nbytes = host_reduction.fitting(world, self._across, layout.longest_nbytes)
         self._signature = signature
         self._writers: list[dict[int, Stream]] = [{} for _ in sizes]
         """Streams, by address, that have written each bucket since it was last `filled`."""

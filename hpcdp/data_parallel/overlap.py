@@ -30,8 +30,8 @@ from ..comm.world import weakly
 from ..engine import Done, Engine, Variable
 from ..engine.engine import Trace
 from .buckets import Bucket, Parameter, State
+from .host_reduction import BucketReduction
 from .profiling import BucketTimes
-from .reductions import BucketReduction
 
 COMMUNICATION, UPDATE = "communication", "update"
 """Names of the lanes of reductions and of updates."""

@@ -27,8 +27,8 @@ from ..errors import ConfigError, StaleGradientError, warn
 from .buckets import Accumulation, Bucket, Layout, Parameter, State
 from .deterministic import DeterministicReduction
 from .gpu_reduction import GpuReduction, streams_of
+from .host_reduction import BucketReduction, HierarchicalReduction, ReductionRanks, SharedMemoryReduction
 from .overlap import CommunicationLane, OverlapScheduler, Scheduler
-from .reductions import BucketReduction, HierarchicalReduction, ReductionRanks, SharedMemoryReduction
 
 _WRITABLE = (State.FILLING, State.READY)
 """States of a bucket in which backward may write its gradients."""

@@ -9,7 +9,7 @@ The families are `networks` (elementwise operations, normalization, sequences), 
   the types of their arguments at the first call, by one process of a node, while the others wait and then read the
   cache (`jit`).
 
-Outside of the families: `shm_allreduce` for memory shared by ranks, `products` for BLAS, `buffers`, and `jit`, which
+Outside of the families: `shm_allreduce` for memory shared by ranks, `matmul` for BLAS, `buffers`, and `jit`, which
 compiles all Numba kernels.
 """
 

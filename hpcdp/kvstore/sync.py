@@ -46,8 +46,8 @@ from ..compression import Compression
 from ..core.arrays import Array, to_host
 from ..core.state import Part, Sharded
 from ..data_parallel.buckets import Bucket, plan
+from ..data_parallel.host_reduction import InterNodeReduction, sum_rows
 from ..data_parallel.overlap import UPDATE, CommunicationLane, SendPriority
-from ..data_parallel.reductions import InterNodeReduction, sum_rows
 from ..engine import Variable
 from ..errors import ConfigError, HpcdpError, MismatchError
 from .arguments import Entry, Key, can_wait, carry, merged

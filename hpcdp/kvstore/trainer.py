@@ -29,13 +29,7 @@ from ..core.arrays import Array, array_namespace, is_half, on_device_of
 from ..core.checks import instance, one_of
 from ..core.environment import launched_ranks
 from ..core.state import FitsSaved, Part, Saved, Sharded, require_state, unquoted
-from ..data_parallel.buckets import Accumulation, Parameter
-from ..data_parallel.overlap import CommunicationLane
-from ..data_parallel.policy import Policy, Unwritten, checked_policy, first_scale, is_dynamic, stale, stale_anywhere
-from ..data_parallel.profiling import CommunicationStats
-from ..data_parallel.reducer import StepSync, shared_comms
-from ..data_parallel.sharded_update import changing, moved, moved_anywhere, places_of, rule_at
-from ..data_parallel.trainer import (
+from ..data_parallel.base_trainer import (
     BaseTrainer,
     MeanLosses,
     completed,
@@ -48,6 +42,20 @@ from ..data_parallel.trainer import (
     trained,
     unfinished,
 )
+from ..data_parallel.buckets import Accumulation, Parameter
+from ..data_parallel.gradient_policy import (
+    Policy,
+    Unwritten,
+    checked_policy,
+    first_scale,
+    is_dynamic,
+    stale,
+    stale_anywhere,
+)
+from ..data_parallel.overlap import CommunicationLane
+from ..data_parallel.profiling import CommunicationStats
+from ..data_parallel.reducer import StepSync, shared_comms
+from ..data_parallel.sharded_update import changing, moved, moved_anywhere, places_of, rule_at
 from ..data_parallel.trainer_state import FILE_HEADER, RESIDUAL, read_states, take_states
 from ..errors import ConfigError, StaleGradientError, warn
 from ..optim import Optimizer, require_by_elements

@@ -27,10 +27,9 @@ from typing import Any
 
 from ..core.environment import explained
 from ..errors import LaunchError, listed
-from . import process_monitor
+from . import process_monitor, rsh_agent
 from .guard import DAEMONS, FIRST_WORDS
 from .hosts import HostSlots
-from .launchers import rsh_agent
 from .mpi_library import LOST_AFTER_S, STALLED_S
 from .mpirun_stderr import Banners, Quiet
 from .process_monitor import End, Start, Watch, name_of

@@ -19,10 +19,10 @@ from .layers import (
     Sigmoid,
     Tanh,
 )
-from .microbatch import VirtualShard, entered_shard
 from .module import HybridConcurrent, Module, Parameter, Sequential
 from .replicate import Replicas
 from .symbol_block import SymbolBlock
+from .virtual_shards import VirtualShard, entered_shard
 
 __all__ = [
     "GELU", "LSTM", "AvgPool2D", "BatchNorm", "CausalSelfAttention", "Conv2D", "Dense", "Dropout", "Embedding",

@@ -22,10 +22,10 @@ from ..core.arrays import Array, array_namespace, has_namespace, is_cupy, is_hal
 from ..errors import ConfigError, DataError, UnsupportedError, type_named
 from ..kernels.buffers import empty
 from ..kernels.cuda.capture import dot_of, fill, matmul_of
-from ..kernels.products import multiply
+from ..kernels.matmul import multiply
 from ..kernels.reference import output_size
-from .microbatch import move
 from .module import in_float32
+from .virtual_shards import move
 
 __all__ = [
     "avg_pool2d", "batch_norm", "batch_norm_by_running", "conv2d", "dense", "dropout", "l2_loss", "max_pool2d", "relu",

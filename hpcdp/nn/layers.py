@@ -17,12 +17,12 @@ from ..core.environment import replica_number
 from ..errors import ConfigError, DataError, UnsupportedError
 from ..kernels.buffers import empty
 from ..kernels.cuda.capture import fill, matmul_of
-from ..kernels.products import multiply
+from ..kernels.matmul import multiply
 from . import functional, module
 from .functional import Pair, Size, alike, called, contiguous, kernels_for, misshapen, refreshed
 from .init import Initialiser, Normal, Ones, Xavier, Zeros
-from .microbatch import KeepsStatistics, entered_shard
 from .module import Module, Parameter, in_float32
+from .virtual_shards import KeepsStatistics, entered_shard
 
 
 def refused_input(layer: Module, expected: str, x: Tensor) -> UnsupportedError:

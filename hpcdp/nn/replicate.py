@@ -14,8 +14,8 @@ from ..core.checks import instance, instances
 from ..core.devices import Device, require_devices, to_device_of
 from ..errors import ConfigError, DeviceError
 from .jit.tracing import Look, array_of
-from .microbatch import KeepsStatistics
 from .module import Module, Parameter, lacks_shapes
+from .virtual_shards import KeepsStatistics
 
 
 def moved(x: Tensor, device: Device) -> Tensor:

@@ -35,7 +35,7 @@ from ..nn.functional import require_per_sample
 from ..nn.jit.tracing import Look
 
 if TYPE_CHECKING:
-    from ..data_parallel.trainer import BaseTrainer
+    from ..data_parallel.base_trainer import BaseTrainer
 
 
 class Split(NamedTuple):

@@ -12,7 +12,7 @@ from ..core.checks import instance
 from ..errors import ConfigError
 from ..nn import BatchNorm, Module, entered_shard
 from ..nn.functional import joint_batch_norm
-from ..nn.microbatch import move
+from ..nn.virtual_shards import move
 
 
 class SyncBatchNorm(BatchNorm):

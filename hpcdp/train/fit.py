@@ -17,7 +17,7 @@ from ..comm.consistency import on_every_rank, require_same
 from ..comm.world import require_world
 from ..core.checks import function, instance, instances, whole_number
 from ..data import DataLoader, ShardedSampler, SharedSampler, VirtualShardSampler
-from ..data_parallel.trainer import BaseTrainer
+from ..data_parallel.base_trainer import BaseTrainer
 from ..engine.engine import Trace
 from ..errors import ConfigError, MismatchError
 from ..kvstore.trainer import StoreTrainer

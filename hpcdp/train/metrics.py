@@ -23,7 +23,7 @@ from ..core.checks import whole_number
 from ..core.devices import to_device_of
 from ..core.files import replaced
 from ..core.state import Part, Sharded
-from ..data_parallel.trainer import BaseTrainer
+from ..data_parallel.base_trainer import BaseTrainer
 from ..errors import ConfigError, to_stderr
 
 Record = dict[str, Any]

@@ -24,8 +24,8 @@ from typing import Any
 from ..comm import World
 from ..core import files
 from ..core.checks import is_number
+from ..data_parallel.base_trainer import BaseTrainer
 from ..data_parallel.profiling import BucketCost, BucketTimes, GpuTimes, critical_path, mirrored_need, reduction_seconds
-from ..data_parallel.trainer import BaseTrainer
 from ..engine.engine import Span, Trace
 from ..errors import ConfigError, DataError, shortened
 from .metrics import Record, read_metrics

@@ -11,10 +11,10 @@ from ..comm import World
 from ..comm.world import require_world
 from ..compression import Settings
 from ..core.checks import function, instance
+from ..data_parallel.base_trainer import BaseTrainer, no_parameters
 from ..data_parallel.bucket_trainer import BucketTrainer
 from ..data_parallel.buckets import Parameter
-from ..data_parallel.policy import Policy
-from ..data_parallel.trainer import BaseTrainer, no_parameters
+from ..data_parallel.gradient_policy import Policy
 from ..errors import ConfigError, type_named
 from ..kvstore import KVStore
 from ..kvstore.trainer import StoreTrainer

@@ -70,7 +70,7 @@ def test_who_does_not_name_bfloat16_does_not_import_it():
 import sys
 from hpcdp.core import arrays; from hpcdp import nn
 from hpcdp.train import fit
-from hpcdp.data_parallel import trainer
+from hpcdp.data_parallel import base_trainer
 nn.Dense(2, 3).to("float16")
 assert "ml_dtypes" not in sys.modules
 nn.Dense(2, 3).to("bfloat16")

@@ -23,7 +23,7 @@ from hpcdp.comm.roll_call import RollCall
 from hpcdp.comm.watchdog import Watchdog
 from hpcdp.core.arrays import dtype_of
 from hpcdp.core.devices import Device, Streams, gpu
-from hpcdp.data_parallel import Reducer, buckets, gpu_reduction, reductions
+from hpcdp.data_parallel import Reducer, buckets, gpu_reduction, host_reduction
 from hpcdp.errors import ConfigError, DeviceError
 
 COUNTS = {GpuTransport.NCCL: 8, GpuTransport.CUDA_IPC: 1, GpuTransport.HOST: 0}
@@ -86,8 +86,8 @@ def sums_of(world, way, dtype, overlap, reducers=None):
 def test_sums_have_the_bits_of_those_through_the_host(reached, monkeypatch, run, short_nbytes):
     way, n, nodes, dtype, overlap = run
     show_gpus(monkeypatch, COUNTS[way])
-    monkeypatch.setattr(reductions, "SHORT_NBYTES", short_nbytes)  # by a ring, and by halving
-    monkeypatch.setattr(reductions, "fitting", lambda *of: 300)
+    monkeypatch.setattr(host_reduction, "SHORT_NBYTES", short_nbytes)  # by a ring, and by halving
+    monkeypatch.setattr(host_reduction, "fitting", lambda *of: 300)
     through_host = []
     copy = Streams.copy_async
 
@@ -112,8 +112,8 @@ def test_sums_have_the_bits_of_those_through_the_host(reached, monkeypatch, run,
 @pytest.mark.parametrize(("gpus_on_host", "n"), in_turn(ORDERS, [2, 3, 4]), indirect=["gpus_on_host"])
 def test_a_message_is_a_whole_chunk_of_a_segment(reached, monkeypatch, n):
     show_gpus(monkeypatch, 0)
-    monkeypatch.setattr(reductions, "SHORT_NBYTES", 0)
-    monkeypatch.setattr(reductions, "fitting", lambda *of: tasks.MESSAGE_NBYTES)
+    monkeypatch.setattr(host_reduction, "SHORT_NBYTES", 0)
+    monkeypatch.setattr(host_reduction, "fitting", lambda *of: tasks.MESSAGE_NBYTES)
     segment_nbytes = 300_000
     monkeypatch.setattr(gpu_reduction, "SEGMENT_NBYTES", segment_nbytes)
     sent = []

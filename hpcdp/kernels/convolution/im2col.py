@@ -24,7 +24,7 @@ from numba.extending import intrinsic
 
 from ..buffers import empty
 from ..jit import add_both, add_run, copy_run, copy_strided, float_kernel, kernel
-from ..products import multiply
+from ..matmul import multiply
 
 _FLOATS = (numba.float32, numba.float64)
 _PAIR, _TRIPLE = numba.types.UniTuple(numba.int64, 2), numba.types.UniTuple(numba.int64, 3)

@@ -24,7 +24,7 @@ from numba.extending import intrinsic
 
 from ..buffers import empty
 from ..jit import Lanes, kernel
-from ..products import multiply
+from ..matmul import multiply
 
 _LANES = 16
 _BLOCK_TILES = 64

@@ -1,6 +1,6 @@
-"""Convolution of CuPy arrays by cuDNN, through its Python frontend; pooling is that of `cuda.networks`.
+"""Convolution of CuPy arrays by cuDNN, through its Python frontend; pooling is that of `cuda.kernels`.
 
-``pip install nvidia-cudnn-frontend nvidia-cudnn-cu12`` (or ``cu13``). `cuda.networks` computes without them, for
+``pip install nvidia-cudnn-frontend nvidia-cudnn-cu12`` (or ``cu13``). `cuda.kernels` computes without them, for
 operations without an engine, and for arrays with an unsupported alignment. Functions have the names and arguments of
 `reference`, with sums in another order. Engines that round to fewer bits than the arrays have (TF32 on tensor
 cores), or whose bits differ between runs, are excluded. 16-bit values are multiplied on tensor cores, which accumulate

@@ -27,7 +27,7 @@ from ...autograd.tensor import RepeatedBackward
 from ...core.arrays import Array, array_namespace, dtype_of, is_cupy, on_device_of
 from ...errors import ConfigError
 from ...kernels.cuda.capture import between, warmed_up
-from ..microbatch import entered_shard
+from ..virtual_shards import entered_shard
 from .executor import CudaPlan, Plan, Shortcut, warn_without_graph
 from .fusion import Moving
 from .graph import Graph, Result, rewritten

@@ -31,8 +31,8 @@ from ...comm.world import device_of
 from ...compression import pays_below
 from ...core.devices import MEMORY_LIMIT, Device, cpu
 from ...core.environment import explained
+from ...data_parallel.base_trainer import BaseTrainer
 from ...data_parallel.bucket_trainer import BucketTrainer
-from ...data_parallel.trainer import BaseTrainer
 from ...errors import ConfigError, HpcdpError, MismatchError, SaveError, Terminated, listed
 from ...kvstore.trainer import StoreTrainer
 from ...nn import Module, models

@@ -34,7 +34,7 @@ from ..nn import module
 from ..nn.module import Deferred
 from ..optim import Optimizer
 from .buckets import Parameter
-from .policy import Policy, first_scale
+from .gradient_policy import Policy, first_scale
 from .profiling import BucketTimes, CommunicationStats
 from .sharded_update import Places, being_changed, moved, moved_anywhere, of_rank_0
 

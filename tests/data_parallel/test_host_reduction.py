@@ -9,8 +9,8 @@ from hpcdp.compression import Compression
 from hpcdp.data_parallel import Reducer, buckets
 from hpcdp.data_parallel.buckets import State
 from hpcdp.data_parallel.deterministic import DeterministicReduction
+from hpcdp.data_parallel.host_reduction import HierarchicalReduction, SharedMemoryReduction
 from hpcdp.data_parallel.overlap import OverlapScheduler, Scheduler
-from hpcdp.data_parallel.reductions import HierarchicalReduction, SharedMemoryReduction
 
 SHAPES = [(7, 3), (5,), (40, 30)]
 INSIDE = Compression.of({"type": "fp16", "inside_nodes": "on"})
