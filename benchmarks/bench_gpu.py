@@ -1,7 +1,7 @@
-"""Benchmarks of a GPU: gradient sums of ranks that share it, CUDA kernels, and training of LeNet and ResNet-18.
+"""Benchmarks of a GPU: gradient sums of ranks that share it, CUDA kernels, and training of three networks.
 
-Kernels are compared with the rate of the device's own copy. LeNet and ResNet-18 are measured in samples per second,
-without CUDA graphs and with one per step (`TrainStep.hybridize`).
+Kernels are compared with the rate of the device's own copy. LeNet, ResNet-18 and a GPT are measured in samples per
+second, without CUDA graphs and with one per step (`TrainStep.hybridize`).
 
 ``python benchmarks/bench_gpu.py`` needs CuPy and an NVIDIA GPU, and takes at most ten minutes. A kernel's rate counts
 the bytes that it must move: those of every array read and of every array written. Its share is the ratio to
@@ -198,10 +198,11 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     check_writable("gpu", [args.json])
     begins = time.monotonic()
-    jobs = []
+    jobs: list[dict[str, Any]] = []
     for job in run_all(JOBS, args.size, begins + _FOR_JOBS * args.limit_s):
-        print(f"# {job['name']}", flush=True)
+        print(f"# {line(job)}", flush=True)
         jobs.append(job)
+        write(args.json, as_json({"benchmark": "gpu", "size": args.size, "sums": jobs}))
     print("# models and kernels", flush=True)
     alone = run_alone(args.size, args.batch, begins + args.limit_s)
     models, rows = alone.get("models", []), alone.get("kernels", [])
@@ -215,7 +216,7 @@ def main(argv: list[str] | None = None) -> int:
         print(line(job))
     if "failed" in alone:
         print(f"{'models and kernels':<30}FAILED: {alone['failed']}")
-    print(f"{'samples/s':<36}{'steps':>9}{'graphs':>9}   PyTorch:{'steps':>9}{'graphs':>9}")
+    print(f"{'samples/s':<36}{'steps':>9}{'graphs':>9}   PyTorch:{'steps':>9}{'graphs':>9}{'compiled':>9}")
     for model in models:
         print(line_of_model(model))
     print(f"{'kernel':<22}{'us':>10}{'GB/s':>9}{'copy':>9}{'share':>8}")

@@ -1,4 +1,4 @@
-"""Benchmarks of one process on a GPU: LeNet and ResNet-18 in samples per second, and kernels.
+"""Benchmarks of one process on a GPU: LeNet, ResNet-18 and a GPT in samples per second, and kernels.
 
 Kernels are compared with the rate of the device's own copy. `bench_gpu` starts this program as a job, because a hanging
 GPU call can only be ended with its process. The file of figures is rewritten after each measurement, so it is complete
@@ -22,7 +22,7 @@ import numpy as np
 
 from bench_harness import programs
 from bench_harness.figures import write_json
-from bench_harness.peers import MODELS, training_step
+from bench_harness.peers import CLASSES, MODELS, VOCABULARY, gpt, training_step
 from bench_kernels import UPDATES
 from bench_train_lenet import step_of
 from hpcdp import comm, kernels, nn, optim
@@ -235,7 +235,12 @@ def _batch_norm_gradients(module: ModuleType, *arrays: Array) -> None:
     module.batch_norm_gradients(gy, x, scale, (mean, variance), (dx, dscale, dshift), 1e-5)
 
 
-_TORCH_NAMES = {"lenet": "lenet", "resnet18_cifar": "resnet18"}
+_GPT = {"width": 768, "heads": 12, "layers": 12}
+"""GPT-2 small (Radford et al. 2019, table 2)."""
+_PEERS = {
+    "lenet": MODELS["lenet"].net, "resnet18_cifar": MODELS["resnet18"].net,
+    "gpt": lambda nn: gpt(nn, _MODELS["gpt"][0], **_GPT),
+}  # fmt: skip
 """PyTorch's network by the name of ours."""
 _WARM_UP = 11
 """Steps before a capture: cuDNN then has chosen its engines, and memory and optimizer state are allocated."""
@@ -252,17 +257,18 @@ def sees_a_gpu() -> bool:
 def torch_steps(name: str, dtype: str, x: Any, labels: Any) -> dict[str, Callable[[], Any]]:
     """Return training steps on PyTorch's current GPU and default stream, by key.
 
-    ``torch`` trains on one batch, ``x`` of shape ``(batch, *image)`` and ``labels`` as NumPy arrays; ``torch_graphs``
-    replays a CUDA graph of that.
+    ``torch`` trains on one batch, ``x`` of shape ``(batch, *sample)`` and ``labels`` as NumPy arrays; ``torch_graphs``
+    replays a CUDA graph of that; ``torch_compiled``, of the GPT alone, is compiled at its first call.
     """
     torch: Any = importlib.import_module("torch")
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(0)
-    net = MODELS[_TORCH_NAMES[name]].net(torch.nn).to("cuda", getattr(torch, dtype))
+    net = _PEERS[name](torch.nn).to("cuda", getattr(torch, dtype))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, fused=True)
-    images, classes = torch.from_numpy(x).to("cuda", getattr(torch, dtype)), torch.from_numpy(labels).cuda()
-    step = partial(training_step(net, optimizer, [(images, classes)]), 0)
+    batch = torch.from_numpy(x).to(device="cuda", dtype=getattr(torch, dtype) if x.dtype == np.float32 else None)
+    batches = [(batch, torch.from_numpy(labels).cuda().flatten())]
+    step = partial(training_step(net, optimizer, batches), 0)
     warm_up = torch.cuda.Stream()
     warm_up.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(warm_up):
@@ -272,16 +278,30 @@ def torch_steps(name: str, dtype: str, x: Any, labels: Any) -> dict[str, Callabl
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return {"torch": step, "torch_graphs": graph.replay}
+    steps = {"torch": step, "torch_graphs": graph.replay}
+    if name == "gpt":
+        steps["torch_compiled"] = partial(training_step(torch.compile(net), optimizer, batches), 0)
+    return steps
 
 
 _CHECKED = 1 << 16
 """Elements that are compared with the reference, which takes seconds for more."""
 _TURNS, _TURN_S = 5, 0.02
-_MODELS = {"lenet": (1, 28, 28), "resnet18_cifar": (3, 32, 32)}
-"""The networks by name, with the shape of their images."""
+_MODELS: dict[str, tuple[int, ...]] = {"lenet": (1, 28, 28), "resnet18_cifar": (3, 32, 32), "gpt": (1024,)}
+"""The networks by name, with the shape of their samples: images, or tokens."""
 _DTYPES = ("float32", "bfloat16")
-"""Of weights, activations and gradients."""
+"""Of weights, activations and gradients; the GPT has bfloat16 alone."""
+_IMAGES_PER_TEXT = 32
+"""The number of images in a batch for each text."""
+
+
+def random_batch(name: str, batch: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return random samples of a network, and their labels: of a text the tokens that follow each."""
+    rng, shape = np.random.default_rng(0), _MODELS[name]
+    if name != "gpt":
+        return rng.standard_normal((batch, *shape), np.float32), rng.integers(0, CLASSES, batch)
+    texts = rng.integers(0, VOCABULARY, (max(1, batch // _IMAGES_PER_TEXT), shape[0] + 1))
+    return texts[:, :-1].copy(), texts[:, 1:].copy()
 
 
 def facts(cupy: Any) -> dict[str, Any]:
@@ -343,23 +363,26 @@ def measure_model(
     """Measure forward, backward and update on one batch.
 
     Returns ``name``, ``dtype``, ``batch``, ``samples_s``, ``loss`` of the last step, and ``graphs_samples_s`` with one
-    CUDA graph per step. With PyTorch also ``torch_samples_s`` and ``torch_graphs_samples_s``.
+    CUDA graph per step. With PyTorch also those of `torch_steps`, or ``torch_failed`` with the reason.
     """
-    rng = np.random.default_rng(0)
-    shape = _MODELS[name]
-    batch_arrays = rng.standard_normal((batch, *shape), np.float32), rng.integers(0, 10, batch)
+    batch_arrays = random_batch(name, batch)
+    batch = len(batch_arrays[0])
+    sizes = {"num_classes": VOCABULARY, **_GPT} if name == "gpt" else {"num_classes": CLASSES}
     x, labels, marker = asarray(batch_arrays[0]), asarray(batch_arrays[1]), asarray(np.zeros(1, np.float32))
     row: dict[str, Any] = {"name": name, "dtype": dtype, "batch": batch}
     for key in ("samples_s", "graphs_samples_s"):
-        net = nn.models.create(name, input_shape=shape, num_classes=10, seed=0).to(like=x).to(dtype)
+        net = nn.models.create(name, input_shape=_MODELS[name], seed=0, **sizes).to(like=x).to(dtype)
         trainer = Trainer(net.parameters(), optim.SGD(lr=0.01, momentum=0.9), world=world)
         by_graphs = key == "graphs_samples_s"
         step = _graphs_step_of(net, trainer, x, labels) if by_graphs else step_of(net, trainer, [(x, labels)])
         row[key] = batch / seconds(partial(step, 0), marker)
         row["loss"] = float(step(0).mean())
     if sees_a_gpu():
-        for key, peer in torch_steps(name, dtype, *batch_arrays).items():
-            row[f"{key}_samples_s"] = batch / seconds(peer, marker)
+        try:  # the figures of hpcdp stay
+            for key, peer in torch_steps(name, dtype, *batch_arrays).items():
+                row[f"{key}_samples_s"] = batch / seconds(peer, marker)
+        except Exception as error:
+            row["torch_failed"] = f"{type(error).__name__}: {error}".splitlines()[0]
     return row
 
 
@@ -406,6 +429,8 @@ def main(argv: list[str] | None = None) -> int:
 
     write("nothing is measured")
     for name, dtype in itertools.product(_MODELS, _DTYPES):
+        if name == "gpt" and dtype != "bfloat16":
+            continue
         measure("models", f"{name} of {dtype}", partial(measure_model, name, dtype, args.batch, cupy.asarray, world))
     for name, row in all_kernels(max(1, parse_size(args.size) // 4), cupy.asarray, ends):
         measure("kernels", name, row)

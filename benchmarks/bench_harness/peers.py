@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,15 +157,8 @@ def _resnet18(nn: Any) -> Any:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, CLASSES))
 
 
-def _gpt(nn: Any) -> Any:
-    return _decoder(nn, 192, 4)
-
-
-def _gpt6(nn: Any) -> Any:
-    return _decoder(nn, 384, 6)
-
-
-def _decoder(nn: Any, width: int, layers: int) -> Any:
+def gpt(nn: Any, context: int = CONTEXT, width: int = 192, heads: int = 6, layers: int = 4) -> Any:
+    """Return a decoder of characters, whose attention is PyTorch's fused one."""
     torch: Any = importlib.import_module("torch")
 
     class GPT(nn.Module):  # type: ignore[misc]
@@ -172,14 +166,14 @@ def _decoder(nn: Any, width: int, layers: int) -> Any:
 
         def __init__(self) -> None:
             super().__init__()
-            self.tokens, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(CONTEXT, width)
-            layer = nn.TransformerEncoderLayer(width, 6, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+            self.tokens, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(context, width)
+            layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
             self.body = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
             self.head = nn.Linear(width, VOCABULARY)
 
         def forward(self, x: Any) -> Any:
-            mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
-            hidden = self.tokens(x) + self.places(torch.arange(x.shape[1]))
+            hidden = self.tokens(x) + self.places(torch.arange(x.shape[1], device=x.device))
+            mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], hidden.device, hidden.dtype)
             return self.head(self.body(hidden, mask=mask, is_causal=True)).flatten(0, 1)
 
     return GPT()
@@ -224,8 +218,8 @@ MODELS = {
     "wide": Model("wide MLP, 21.5 M parameters", _wide, (256,), (16, 64)),
     "lenet": Model("LeNet, 0.13 M parameters", _lenet, (1, 28, 28), (64,)),
     "resnet18": Model("ResNet-18 on 32 x 32 images, 11 M parameters", _resnet18, (3, 32, 32), (8, 32)),
-    "gpt": Model("GPT of 4 layers, 1.9 M parameters", _gpt, None, (8,)),
-    "gpt6": Model("GPT of 6 layers, 10.9 M parameters", _gpt6, None, (8,)),
+    "gpt": Model("GPT of 4 layers, 1.9 M parameters", gpt, None, (8,)),
+    "gpt6": Model("GPT of 6 layers, 10.9 M parameters", partial(gpt, width=384, layers=6), None, (8,)),
 }
 if importlib.util.find_spec("transformers") is not None:
     MODELS["bert"] = Model("BERT of Hugging Face, 4 layers, 3.4 M parameters", _bert, None, (8,))

@@ -54,7 +54,7 @@ Report = dict[str, Any]
 GPU_PARTS = frozenset({"sums", "size", "models", "kernels", "device", "machine"})
 """Of a report from which `gpu_section` can be made."""
 
-_RATES = ("samples_s", "graphs_samples_s", "torch_samples_s", "torch_graphs_samples_s")
+_RATES = ("samples_s", "graphs_samples_s", "torch_samples_s", "torch_graphs_samples_s", "torch_compiled_samples_s")
 
 
 def gpu_verdicts(report: Report) -> list[Verdict]:
@@ -113,7 +113,7 @@ def gpu_section(report: Report) -> str:
     tables = (
         table(["job", "share", "measured"], jobs),
         "Samples per second of forward, backward and update; PyTorch without TF32, cuDNN's engines measured by both.\n",
-        table(["network", "hpcdp", "by CUDA graphs", "PyTorch", "by CUDA graphs"], models),
+        table(["network", "hpcdp", "by CUDA graphs", "PyTorch", "by CUDA graphs", "torch.compile"], models),
         "Kernels; after `all finite` the host waits each time.\n",
         table(["kernel", "us", "GB/s", "share"], kernels),
     )
@@ -129,9 +129,10 @@ def _share(row: dict[str, Any]) -> str:
 
 
 def line_of_model(model: dict[str, Any]) -> str:
-    """Format a network's samples per second, and PyTorch's if they are known."""
+    """Format a network's samples per second, and PyTorch's if they are known, or why not."""
     ours, theirs = ([f"{model[key]:>9.0f}" for key in keys if key in model] for keys in (_RATES[:2], _RATES[2:]))
-    return f"{_title(model):<36}{''.join(ours)}" + f"{'':>11}{''.join(theirs)}" * bool(theirs)
+    failed = f"  PyTorch: {model['torch_failed']}" if "torch_failed" in model else ""
+    return f"{_title(model):<36}{''.join(ours)}" + f"{'':>11}{''.join(theirs)}" * bool(theirs) + failed
 
 
 def failed(row: Mapping[str, Any]) -> bool:

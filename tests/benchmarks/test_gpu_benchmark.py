@@ -132,7 +132,7 @@ def test_a_model_or_kernel_that_fails_is_named_and_ends_no_other(
     found = json.loads(path.read_text())
     no_room = "lenet of float32, lenet of bfloat16, scale, all finite: MemoryError: no room"
     assert found["failed"] == f"{no_room}; SGD: ValueError: a NaN"
-    assert [each["name"] for each in found["models"]] == ["resnet18_cifar"] * 2
+    assert [each["name"] for each in found["models"]] == ["resnet18_cifar"] * 2 + ["gpt"]
     assert len(found["kernels"]) == len(list(cases(1024))) - 3
 
 
@@ -169,6 +169,25 @@ def test_a_step_that_is_timed_waits_for_nothing(cupy: ModuleType, monkeypatch: p
     found = thread_comm.run(1, lambda world: gpu_alone.measure_model("lenet", "float32", 2, cupy.asarray, world))[0]
     assert found["samples_s"] == found["graphs_samples_s"] == 2, "a second for none"
     assert isinstance(found["loss"], float)
+
+
+def test_a_gpt_trains_on_texts_and_keeps_its_figures_where_pytorch_fails(
+    cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def torch_fails(name: str, dtype: str, x: np.ndarray, labels: np.ndarray) -> dict[str, object]:
+        assert x.shape == labels.shape == (2, 8) and (x[:, 1:] == labels[:, :-1]).all()
+        raise RuntimeError("no compiler\nfurther lines")
+
+    monkeypatch.setattr(gpu_alone, "_MODELS", {"gpt": (8,)})
+    monkeypatch.setattr(gpu_alone, "_GPT", {"width": 8, "heads": 2, "layers": 2})
+    monkeypatch.setattr(gpu_alone, "seconds", lambda call, marker: (call(), 1.0)[1])
+    monkeypatch.setattr(gpu_alone, "sees_a_gpu", lambda: True)
+    monkeypatch.setattr(gpu_alone, "torch_steps", torch_fails)
+    found = thread_comm.run(1, lambda world: gpu_alone.measure_model("gpt", "bfloat16", 64, cupy.asarray, world))[0]
+    assert found["batch"] == found["samples_s"] == found["graphs_samples_s"] == 2
+    assert 5 < found["loss"] < 6  # of 256 tokens that are equally likely
+    said = gpu_report.line_of_model(found)
+    assert said == f"{'gpt, bfloat16, batch 2':<36}        2        2  PyTorch: RuntimeError: no compiler"
 
 
 def test_a_line_of_a_model_has_pytorch_beside_it_where_that_is_measured() -> None:
@@ -227,7 +246,7 @@ def test_figures_of_another_machine_are_taken_into_the_results(tmp_path: Path) -
         each.unlink()
     assert suite.main(["--gpu", str(file), "--into", str(folder)]) == 0  # where nothing else has been measured yet
     assert set(json.loads((folder / "results.json").read_text())) == {"gpu", "machine"}
-    assert "| staging |  | 10 ms |" in text and "| lenet, float32, batch 256 | 5,000 | 6,000 | - | - |" in text
+    assert "| staging |  | 10 ms |" in text and "| lenet, float32, batch 256 | 5,000 | 6,000 | - | - | - |" in text
 
 
 @pytest.mark.parametrize("wrong", ["", "[]", "{}", '{"benchmark": "gpu"}', '{"benchmark": "kernels"}'])
