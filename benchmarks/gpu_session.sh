@@ -63,7 +63,7 @@ if [ -n "$wheels" ]; then
   # With --target pip would leave out the wheel's lib/, where MPI is.
   part 60 install "$python" -m pip install -q --no-index --no-deps --no-compile --ignore-installed --prefix "$site" \
     "$wheels"/*.whl
-  PYTHONPATH=$(echo "$site"/lib/python*/site-packages)
+  PYTHONPATH=$(echo "$site"/lib/python*/site-packages)${PYTHONPATH:+:$PYTHONPATH}
   export PATH=$site/bin:$PATH PYTHONPATH
   if ls "$site"/lib/libmpi.so* > /dev/null 2>&1; then
     export OPAL_PREFIX=$site MPI4PY_LIBMPI=$site/lib

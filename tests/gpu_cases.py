@@ -7,6 +7,7 @@ stand-in (``tests/gpu/test_gpu.py``). Every rank must call a case. What it canno
 import importlib.util
 import itertools
 import sys
+import tempfile
 from functools import partial
 
 import numpy as np
@@ -15,11 +16,12 @@ from raises import raises
 
 import hpcdp
 from hpcdp import autograd, data, kvstore, nn, optim
+from hpcdp.checkpoint import Manager
 from hpcdp.comm.gpu_rows.cuda_ipc import CudaIpc
 from hpcdp.comm.gpu_rows.nccl import Nccl
 from hpcdp.comm.gpu_rows.transport import RowSize, offers, own_offer, parts_of
 from hpcdp.comm.tasks import run_until_complete
-from hpcdp.core.arrays import from_host, to_host
+from hpcdp.core.arrays import dtype_of, from_host, to_host
 from hpcdp.core.devices import Device, Streams, cpu
 from hpcdp.data_parallel import Reducer, buckets
 from hpcdp.errors import DeviceError
@@ -158,6 +160,28 @@ def _train(world, device, rule, overlap, hybridize=False):
     return np.array(losses), [to_host(each).copy() for each in net.state_dict().values()]
 
 
+def states(world):
+    """States that are loaded and restored from the host, and `where` of bfloat16."""
+    saved = _network()
+    for number, param in enumerate(saved.parameters()):
+        param.data[...] += number
+    loaded, restored = (_network().to(world.device) for _ in range(2))
+    loaded.load_state_dict(saved.state_dict())
+    with tempfile.TemporaryDirectory() as folder, Manager(folder, world=world) as manager:
+        manager.save(1, {"net": saved})
+        manager.restore(into={"net": restored})
+    for net in (loaded, restored):
+        for name, wanted in saved.state_dict().items():
+            np.testing.assert_array_equal(to_host(net.state_dict()[name]), wanted, err_msg=name)
+
+    rng = np.random.default_rng(2)
+    choice = rng.integers(0, 2, 500).astype(bool)
+    a, b = (rng.standard_normal(500, np.float32).astype(dtype_of("bfloat16")) for _ in range(2))
+    put = world.device.put
+    chosen = autograd.where(put(choice), put(a), put(b))
+    np.testing.assert_array_equal(to_host(chosen.data).view(np.uint16), np.where(choice, a, b).view(np.uint16))
+
+
 def training(world):
     """Steps on a GPU end near those of the host, and with and without overlap at the same bits."""
     for rule in RULES:
@@ -275,7 +299,7 @@ def check_torch(world, place):
 
 CASES = {
     each.__name__: each
-    for each in (nccl, cuda_ipc, reducer, delivery, stores, training, overflow, graphs, convolution, torch_ddp)
+    for each in (nccl, cuda_ipc, reducer, delivery, stores, states, training, overflow, graphs, convolution, torch_ddp)
 }  # fmt: skip
 
 

@@ -23,8 +23,8 @@ gpu_cases.main(sys.argv[1])
     ("case", "ranks", "gpus", "nodes"),
     [
         ("nccl", 2, 2, 1), ("cuda_ipc", 2, 1, 1), ("reducer", 4, 1, 2), ("reducer", 2, 2, 1), ("delivery", 1, 1, 1),
-        ("stores", 1, 1, 1), ("stores", 2, 1, 2), ("training", 2, 1, 1), ("training", 4, 1, 2), ("graphs", 1, 1, 1),
-        ("graphs", 3, 2, 1), ("graphs", 4, 1, 2),
+        ("stores", 1, 1, 1), ("stores", 2, 1, 2), ("states", 1, 1, 1), ("training", 2, 1, 1), ("training", 4, 1, 2),
+        ("graphs", 1, 1, 1), ("graphs", 3, 2, 1), ("graphs", 4, 1, 2),
     ],
 )  # fmt: skip
 def test_each_comes_to_its_end(on_fake_gpu: Run, case: str, ranks: int, gpus: int, nodes: int) -> None:

@@ -45,7 +45,7 @@ JOBS = [
     Job("nccl", 1), Job("nccl", 2, gpus=2), Job("cuda_ipc", 2), Job("cuda_ipc", 3), Job("reducer", 2),
     Job("reducer", 2, 1), Job("reducer", 4, 2), Job("reducer", 2, gpus=2), Job("reducer", 3, gpus=2),
     Job("delivery", 1), Job("stores", 1), Job("stores", 2), Job("stores", 2, 1),
-    Job("stores", 3, gpus=2), Job("overflow", 1), Job("overflow", 2), Job("overflow", 4, 2),
+    Job("stores", 3, gpus=2), Job("states", 1), Job("overflow", 1), Job("overflow", 2), Job("overflow", 4, 2),
     Job("overflow", 2, gpus=2),
     Job("training", 1), Job("training", 2), Job("training", 4, 2), Job("training", 2, gpus=2),
 ]  # fmt: skip
