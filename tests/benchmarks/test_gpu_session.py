@@ -33,11 +33,12 @@ def sanitizer(tmp_path: Path) -> None:
 
 
 def test_every_part_runs_and_leaves_a_log(tmp_path: Path, sanitizer: None) -> None:
-    done = run(tmp_path, 'echo "ran $*"')
+    (tmp_path / "wheels").mkdir()
+    done = run(tmp_path, 'echo "ran $*"', "-w", str(tmp_path / "wheels"))
     assert done.returncode == 0, done.stdout + done.stderr
     logs = {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
     assert len(logs) <= 8  # as many files as some machines return
-    assert logs["summary.txt"] == done.stdout
+    assert logs["summary.txt"] == done.stdout and "-m pip install" in logs["machine.log"]
     assert "ran -m pytest" in logs["jobs.log"] and "tests/gpu" in logs["jobs.log"]
     for test in re.findall(r"tests/[\w/]+\.py", logs["tests.log"].splitlines()[1]):
         assert (SCRIPT.parents[1] / test).exists()
@@ -53,7 +54,7 @@ def test_parts_run_alone(tmp_path: Path) -> None:
     command, environ = session(tmp_path, "true")
     done = subprocess.run([*command, "bench", "torch"], env=environ, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and sorted(path.stem for path in (tmp_path / "out").iterdir()) == [
-        "bench", "summary", "torch",
+        "bench", "machine", "summary", "torch",
     ]  # fmt: skip
 
 
