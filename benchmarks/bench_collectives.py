@@ -5,12 +5,12 @@ of each candidate at once: hpcdp, and mpi4py in each named environment, whose ``
 whose Python is missing or whose job does not start is skipped by name. The ranks of all jobs sleep, reading a pipe,
 except those whose turn it is; each is pinned to a core. The MPI library under hpcdp is a peer with the name "own MPI".
 
-A turn is a number of timed calls of one operation at one size, before each of which all ranks write their data. Its
-time is the median of each rank, of the slowest rank. The table has the median over turns in microseconds, and the ratio
-of the best peer's time to hpcdp's as the median over turns. Results go to preallocated arrays. Sizes are those of OSU's
-benchmarks: the whole array for allreduce, reduce, reduce_scatter and broadcast, one rank's part for the others.
-``copy`` is the physical limit beside them: the time in which every rank copies as many bytes from one private array to
-another.
+A turn is a number of timed calls of one operation at one size, before each of which all ranks write their data and meet
+in a barrier. Its time is the median of each rank, of the slowest rank. The table has the median over turns in
+microseconds, and the ratio of the best peer's time to hpcdp's as the median over turns. Results go to preallocated
+arrays. Sizes are those of OSU's benchmarks: the whole array for allreduce, reduce, reduce_scatter and broadcast, one
+rank's part for the others. ``copy`` is the physical limit beside them: the time in which every rank copies as many
+bytes from one private array to another.
 """
 
 from __future__ import annotations
@@ -145,11 +145,12 @@ def work(kind: str, folder: str) -> None:
             count = max(1, nbytes // 4)
             if calls[0] != count:
                 calls = count, (calls_of_hpcdp if kind == OURS else calls_of_mpi)(count)
-            call, refresh = calls[1][name], calls[1]["refresh"]
+            call, refresh, barrier = calls[1][name], calls[1]["refresh"], calls[1]["barrier"]
             ns = []
             call()
             for _ in range(times):
                 refresh()  # as new gradients are: data in the cache of this core only
+                barrier()  # to write memory that another rank has read takes longer
                 began = time.perf_counter_ns()
                 call()
                 ns.append(time.perf_counter_ns() - began)

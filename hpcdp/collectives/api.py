@@ -179,6 +179,10 @@ def reduce_scatter(
         The shard: ``out``, or a new array.
     """
     world = ranks_of(world)
+    if out is not None and splits is None and _are_plain(x, out) and _may_receive_shard(out, x, world):
+        plan = _planned("reduce_scatter", x, op, algorithm, world, 0, prescale, postscale)
+        if plan.bound is not None and plan.bound(world, x.reshape(-1), out):
+            return out
     scatter = _Scatter("reduce_scatter", x, op, world, algorithm, out, (prescale, postscale), splits)
     scatter.plan.run(world, scatter.work, result=scatter.result)
     return scatter.finish()
@@ -205,6 +209,22 @@ def ireduce_scatter(
         return scatter.finish()
 
     return started("ireduce_scatter", steps(), scatter.work, world)
+
+
+def _are_plain(x: Array, out: Array) -> bool:
+    """Return whether both are contiguous, aligned and writeable arrays of NumPy."""
+    return type(x) is np.ndarray and type(out) is np.ndarray and x.flags.carray and out.flags.carray
+
+
+def _may_receive_shard(out: Any, x: Any, world: World) -> bool:
+    """Return whether ``out`` is like this rank's shard of ``x``, apart from it, and may be changed."""
+    n, me = world.size, world.rank
+    return (
+        out.shape == (x.size * (me + 1) // n - x.size * me // n,)
+        and out.dtype == x.dtype
+        and (x.base is out.base is None or not np.may_share_memory(x, out))
+        and change_of(out) is None
+    )
 
 
 class _Scatter:
@@ -293,6 +313,10 @@ def allgather(x: ArrayT, world: World | None = None, algorithm: str = "auto", ou
     if out is None and algorithm in _OF_ANY_LENGTH:
         return data_movement.run("allgather", world, x, algorithm)
     world = ranks_of(world)
+    if out is not None and _are_plain(x, out) and x.size * world.size == out.size and x.dtype == out.dtype:
+        bound = _planned("allgather", out.reshape(-1), _MOVED, algorithm, world).bound
+        if bound is not None and change_of(out) is None and bound(world, bytes_of(x), bytes_of(out)):  # type: ignore[arg-type]
+            return out
     host, gathered, out = _gathered("allgather", x, world, out)
     plan = _planned("allgather", flat(gathered), _MOVED, algorithm, world)  # the ranks' ``out`` may differ in shape
     shard = _own_shard(gathered, host, world)
@@ -430,6 +454,15 @@ def reduce(
     """
     world = ranks_of(world)
     root = checked_root("reduce", root, world)
+    is_root = world.rank == root
+    if _are_plain(x, out if is_root and out is not None else x) and change_of(x) is None:
+        plan = _planned("reduce", x, op, algorithm, world, root, prescale, postscale)
+        target = out if is_root and out is not None else x
+        if plan.bound is not None and target.shape == x.shape and target.dtype == x.dtype and change_of(target) is None:
+            if target is not x:
+                target[...] = x
+            plan.run(world, flat(target if is_root else x.copy()), root)
+            return target
     plan, staged, target = _rooted("reduce", x, op, root, world, algorithm, out, prescale, postscale)
     plan.run(world, flat(staged), root)
     if world.rank == root and staged is not target:

@@ -248,24 +248,26 @@ _NOTHING: dict[object, Any] = {}
 _MOST_REPEATED = 4096
 
 
+_PLAIN = frozenset([int, str, type(None)])
+"""Types of arguments of which equal values ask for the same."""
+
+
 def _key_of(name: str, x: Any, others: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Return what calls must have in common to move alike; None for arrays that are copied first."""
     if type(x) is np.ndarray:
         if not x.flags.carray:
             return None
-        key: list[Any] = [name, x.shape, x.dtype]
+        shape, dtype = x.shape, x.dtype
     elif x is None:
-        key = [name]
+        shape = dtype = None
     else:
         return None
     for value in others:
-        if value is None or type(value) in (int, str):
-            key.append(value)
-        elif type(value) is list:
-            key.append(tuple(value))
-        else:
-            return None
-    return tuple(key)
+        if type(value) not in _PLAIN:
+            if type(value) is not list:
+                return None
+            return name, shape, dtype, *(tuple(value) if type(value) is list else value for value in others)
+    return name, shape, dtype, others
 
 
 @dataclass(frozen=True)

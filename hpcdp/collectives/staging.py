@@ -201,7 +201,7 @@ def movable(operation: str, x: Array, where: str = "x") -> np.ndarray:
 
 def bytes_of(x: np.ndarray) -> np.ndarray:
     """Return ``x``, contiguous, as bytes, shape ``(nbytes,)``; no copy."""
-    return x.reshape(-1).view(np.uint8)
+    return flat(x).view(np.uint8)
 
 
 def check_like(operation: str, out: Array, shape: tuple[int, ...], dtype: Any) -> None:
