@@ -608,7 +608,7 @@ def predicted_s(
 
 _CROWDED_NBYTES = 64 << 10
 _SHORT_NBYTES = 16 << 10
-_LONG_BROADCAST_NBYTES = 32 << 10
+_LONG_BROADCAST_NBYTES = 1 << 20
 _GAIN = 1.1
 """Predicted speed-up over the MPI library that an algorithm must reach, because predictions are no more precise."""
 
@@ -640,7 +640,7 @@ def model_choice(
 
     - One node with shared memory: ``shared``. ``native`` is faster if ranks outnumber cores and the array is below
       `_CROWDED_NBYTES`, because a waiting rank yields its core at once, and for broadcasts from
-      `_LONG_BROADCAST_NBYTES`, which it copies once and ``shared`` twice.
+      `_LONG_BROADCAST_NBYTES`, of which both make one copy.
     - Several nodes, arrays below `_SHORT_NBYTES`: ``recursive_doubling``, whose messages also compare the calls of the
       ranks, for which the others need messages of their own.
     - Several nodes, longer arrays: ``native``, because the MPI library knows networks that this model does not. The

@@ -501,16 +501,22 @@ class World:
         Raises:
             MismatchError: some rank has called another function; the same error on every rank.
         """
-        with contextlib.nullcontext() if not self.meetings else self.meeting():
-            watchdog = Watchdog.of(self)
-            watchdog.calls += 1
-            watched = "barrier", None
-            watchdog.enter(watched)
-            try:
-                self.settle()
-                Calls.of(self).agree(_BARRIER)
-            finally:
-                watchdog.leave(watched)
+        if self.meetings:
+            with self.meeting():
+                self._meet()
+        else:
+            self._meet()
+
+    def _meet(self) -> None:
+        watchdog = Watchdog.of(self)
+        watchdog.calls += 1
+        watched = "barrier", None
+        watchdog.enter(watched)
+        try:
+            self.settle()
+            Calls.of(self).agree(_BARRIER)
+        finally:
+            watchdog.leave(watched)
 
     def finish(self) -> None:
         """Complete operations that other ranks need; called when a program ends without an error.
