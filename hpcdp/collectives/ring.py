@@ -23,7 +23,7 @@ uses all its links when every ring carries a share in proportion to the speed of
 Sent per rank, for S bytes over r rings: 2 r (n - 1) messages, 2 (n - 1) / n S in all.
 
 Source: Wang et al., "Blink: Fast and generic collectives for distributed ML", 2020, section 2; the two rings are those
-of Zhang et al., "Dive into Deep Learning", section 13.7, "Ring synchronization", there numbered from 1.
+of Zhang et al., "Dive into Deep Learning", section 12.7, "Ring synchronization", there numbered from 1.
 """
 
 from __future__ import annotations

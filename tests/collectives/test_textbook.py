@@ -2,7 +2,7 @@
 
 Every device has a link of ``bytes_per_s`` in each direction, and there is no latency.
 
-Source: Zhang et al., "Dive into Deep Learning", section 13.7, "Parameter servers".
+Source: Zhang et al., "Dive into Deep Learning", section 12.7, "Parameter servers".
 """
 
 import pytest

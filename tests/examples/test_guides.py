@@ -25,6 +25,10 @@ RUN_ELSEWHERE = {
 }
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
+NOTES = [
+    *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *sorted((ROOT / "benchmarks" / "notes").glob("*.md")),
+]
 STEP = "            trainer.step(len(labels))\n"
 STOP = f"{STEP}            if trainer.step_count == 13:\n                raise SystemExit(manager.wait())\n"
 RUN_ALL = """
@@ -118,6 +122,14 @@ def test_a_run_goes_on_from_its_checkpoint(folder: Path) -> None:
 def test_programs_fit_80_columns(page: Path) -> None:
     blocks = re.findall(r"^```(?:python|py|diff)\n(?!# hpcdp/)(.*?)^```", page.read_text(), re.M | re.S)
     assert [line for block in blocks for line in block.splitlines() if len(line) > 80] == []
+
+
+@pytest.mark.parametrize("page", [*PAGES, *REFERENCE, *NOTES], ids=lambda page: page.name)
+def test_prose_fits_80_columns(page: Path) -> None:
+    """Tables, pictures and lines without a place to break are longer."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    lines = [line for line in prose.splitlines() if len(line) > 80 and not line.startswith(("|", "!["))]
+    assert [line for line in lines if " " in line.strip()] == []
 
 
 def test_pages_that_run_elsewhere_do() -> None:
