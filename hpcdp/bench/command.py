@@ -354,7 +354,7 @@ benchmarks:
 examples:
   hpcdp launch -n 2 -- hpcdp bench allreduce -m 4:64M
   mpirun -n 4 hpcdp bench allgather --style nccl --csv allgather.csv
-  srun hpcdp bench bandwidth -m 1M -W 16 --plot bandwidth.png
+  srun --mpi=pmix hpcdp bench bandwidth -m 1M -W 16 --plot bandwidth.png
 """
 
 

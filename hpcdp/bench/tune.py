@@ -435,7 +435,7 @@ _REFERENCE_NBYTES = 64 << 20  # limits the memory of ``reference``, which holds 
 _EPILOG = """\
 examples:
   hpcdp launch -n 2 -- hpcdp tune
-  srun hpcdp tune --quick
+  srun --mpi=pmix hpcdp tune --quick
   hpcdp launch -n 4 -- hpcdp tune allreduce -m 64K:64M
   mpirun -n 8 hpcdp tune --show
 

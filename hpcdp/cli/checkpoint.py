@@ -33,6 +33,7 @@ examples:
 Exit status: 1 for damage (verify) or differences (diff), 2 for wrong
 arguments or files that cannot be read, else 0.
 """
+_PATH = "a checkpoint, a folder of checkpoints, or a run folder"
 _SUFFIXES = {".npz": "npz", ".safetensors": "safetensors", ".pt": "pt", ".pth": "pt"}
 
 
@@ -48,28 +49,26 @@ def parser() -> Parser:
     commands = made.add_subparsers(title="commands", metavar="COMMAND", dest="command_name", prog="hpcdp checkpoint")
 
     ls = add_command(commands, "ls", _ls, "list checkpoints, incomplete ones, and the job that saves here")
-    ls.add_argument("path", metavar="PATH", type=Path, help="a folder of checkpoints, a run folder, or one checkpoint")
+    ls.add_argument("path", metavar="PATH", type=Path, help=_PATH)
     ls.add_argument("--json", action="store_true", help="print JSON")
 
     show = add_command(commands, "show", _show, "show the contents of a checkpoint, or statistics of a tensor")
-    show.add_argument("path", metavar="PATH", type=Path, help="a checkpoint, or a folder of several")
+    show.add_argument("path", metavar="PATH", type=Path, help=_PATH)
     show.add_argument("name", metavar="NAME", nargs="?", default="", help="show only this tensor, or entries below it")
     show.add_argument("--step", metavar="N", type=at_least(0), help="use the checkpoint of step N, not the newest")
 
     verify = add_command(commands, "verify", _verify, "compare every byte with its checksum")
-    verify.add_argument(
-        "paths", metavar="PATH", type=Path, nargs="+", help="a checkpoint, or a folder, of which all are verified"
-    )
+    verify.add_argument("paths", metavar="PATH", type=Path, nargs="+", help=f"{_PATH}, of which all are verified")
 
     diff = add_command(commands, "diff", _diff, "compare two checkpoints; exit status 1 if they differ")
-    diff.add_argument("a", metavar="A", type=Path, help="a checkpoint, or a folder of several")
-    diff.add_argument("b", metavar="B", type=Path, help="a checkpoint, or a folder of several")
+    diff.add_argument("a", metavar="A", type=Path, help=_PATH)
+    diff.add_argument("b", metavar="B", type=Path, help=_PATH)
     for name in ("rtol", "atol"):
         diff.add_argument(f"--{name}", metavar="X", type=at_least(0.0), default=0.0,
                           help="ignore differences up to atol + rtol * |b| (default: 0)")  # fmt: skip
 
     export = add_command(commands, "export", _export, "write tensors to a file of NumPy, safetensors or PyTorch")
-    export.add_argument("path", metavar="PATH", type=Path, help="a checkpoint, or a folder of several")
+    export.add_argument("path", metavar="PATH", type=Path, help=_PATH)
     export.add_argument("out", metavar="OUT", type=Path, help="the file: .npz, .safetensors or .pt")
     export.add_argument(
         "--name", metavar="PREFIX", default="", help="only entries below this name, e.g. network; their names lose it"

@@ -173,7 +173,7 @@ def wait_for_all_to_leave(comm_world: MPI.Intracomm, workers: int) -> None:
         while not all_leave.Test():
             if exit_status() not in (0, os.EX_TEMPFAIL) and time.monotonic() > deadline:
                 name = name_of(comm_world.rank, workers)
-                report_directly(f"{name} has left with status {exit_status()}, and others go on")
+                report_directly(f"{name} has left with status {exit_status()} before the others; the job ends now")
                 end_job(comm_world, exit_status())
                 return  # MPICH ends the process a little later
             time.sleep(_END_NAP_S)

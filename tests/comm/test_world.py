@@ -224,7 +224,7 @@ LEAVES = """
 @pytest.mark.parametrize(
     ("n", "leaves", "status", "says"),
     [
-        (3, "sys.exit(3)", 3, r"^rank 2 of 3 has left with status 3, and others go on$"),
+        (3, "sys.exit(3)", 3, r"^rank 2 of 3 has left with status 3 before the others; the job ends now$"),
         (2, "sys.exit()", 1, "^hpcdp launch: the watchdog has ended the job: rank 1 .* has left the program"),
     ],
 )
@@ -239,7 +239,7 @@ def test_the_status_of_a_program_that_ends_by_its_main_is_noted():
     main = "def main(): world = hpcdp.init(); world.rank and world.comm.allgather_json(0); return 3"
     result = launched(2, f"import sys, hpcdp\n{main}\nsys.exit(main())")
     assert result.returncode == 3, result.stderr
-    assert re.search("^rank 0 of 2 has left with status 3, and others go on$", result.stderr, re.MULTILINE)
+    assert re.search("^rank 0 of 2 has left with status 3 before the others; the job ends", result.stderr, re.MULTILINE)
 
 
 def test_the_status_of_a_rank_that_others_have_waited_for_is_that_of_the_job():

@@ -168,7 +168,9 @@ CHECKPOINTS = "checkpoints"
 def has_results(folder: Path) -> ConfigError:
     """Return the error for a new run in the folder of an earlier one."""
     return ConfigError(
-        "run folder exists and is not empty", where=folder, remedy="choose another --run-dir, or add --overwrite"
+        "run folder exists and is not empty",
+        where=folder,
+        remedy="choose another --run-dir, or add --resume auto or --overwrite",
     )
 
 
@@ -289,7 +291,9 @@ class TrainConfig:
     keep: int = setting(3, "keep the newest N checkpoints", least=1)
     keep_every: int | None = setting(None, "also keep the checkpoints of every N-th step", least=1)
     resume: str | None = setting(
-        None, "continue the run in this folder; auto: the newest unfinished run with these settings, else a new one"
+        None,
+        "continue the run in this folder; auto: that in --run-dir, else the newest unfinished run with these settings, "
+        "else a new one",
     )
     time_limit_s: float | None = setting(
         None, "save and stop after X seconds, with exit status 75", least=0.0, above=True
@@ -343,7 +347,7 @@ class TrainConfig:
         if (self.model in SEQUENCE_MODELS) == (self.data in TEXTS):
             return
         fitting = TEXTS if self.model in SEQUENCE_MODELS else [name for name in DATA if name not in TEXTS]
-        expected = f"with model={self.model} {' or '.join(fitting)}"
+        expected = f"{' or '.join(fitting)} with model={self.model}"
         raise ConfigError("setting data", expected=expected, got=self.data)
 
     def _rules(self) -> Iterator[tuple[bool, str, str]]:

@@ -64,7 +64,8 @@ def test_an_earlier_run_is_left_alone_and_every_rank_says_so(tmp_path):
     before = {p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()}
     lines = error_on(3, config)
     assert set(lines) == {
-        f"run folder exists and is not empty [{tmp_path}/a]; choose another --run-dir, or add --overwrite"
+        f"run folder exists and is not empty [{tmp_path}/a]; choose another --run-dir, or add --resume auto or "
+        "--overwrite"
     }
     assert {p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()} == before
 
