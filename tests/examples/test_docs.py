@@ -149,7 +149,8 @@ def test_names_of_modules_and_what_is_in_them_are_there(page):
 def test_the_page_of_environment_variables_lists_those_of_the_source():
     folders = [ROOT / each for each in ("hpcdp", "benchmarks", "slurm")]
     sources = [each for folder in folders for each in folder.rglob("*") if each.suffix in (".py", ".sh", ".sbatch")]
-    in_source = {name for source in sources for name in re.findall(r"HPCDP_[A-Z_]*[A-Z]", source.read_text())}
+    found = {name for source in sources for name in re.findall(r"HPCDP_[A-Z_]*[A-Z]", source.read_text())}
+    in_source = {name for name in found if not name.startswith("HPCDP_TEST_")}  # the page names only their prefix
     page = (ROOT / "docs" / "reference" / "environment.md").read_text()
     cells = re.findall(r"^\| (`HPCDP_.*?) \|", page, re.M)
     on_page = [name for cell in cells for name in re.findall(r"HPCDP_[A-Z_]*[A-Z]", cell)]
