@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from ..core.state import unquoted
-from ..errors import ConfigError, DataError, HpcdpError, listed
+from ..errors import ConfigError, DataError, HpcdpError
 from . import directory, flatten, inspect, manifest
 from .directory import WriterLock
 from .hdf5_file import ShardReader
@@ -67,9 +67,7 @@ def choose(folder: Path, prefix: str = "") -> Chosen:
     prefix = prefix.strip("/")
     form = saved.state if not prefix else flatten.below(saved.state, prefix)
     if form is None:
-        tops = sorted({name.partition("/")[0] for name, _ in flatten.entries(saved.state)})
-        raise ConfigError("export", where="--name", expected=f"a name of the state, which has {listed(tops)}",
-                          got=repr(prefix), remedy=inspect.remedy(saved.state, prefix))  # fmt: skip
+        raise inspect.no_such_name("export", saved.state, prefix, where="--name")
     per_rank = [name for name, node in flatten.leaves(form, prefix) if isinstance(node, dict) and "ranks" in node]
     form = flatten.without_ranks(form)
     tensors: dict[str, StoredTensor] = {}

@@ -341,8 +341,14 @@ def widened(values: np.ndarray, dtype: str) -> np.ndarray:
     return (values.astype(np.uint32) << 16).view(np.float32) if dtype == BFLOAT16 else values
 
 
-def remedy(form: flatten.Form, name: str) -> str | None:
-    """Return a remedy that offers the state's name that is ``name`` with quoted keys, or a similar one."""
+def no_such_name(operation: str, form: flatten.Form, name: str, where: str | None = None) -> ConfigError:
+    """Return the error for a name that a state does not have; its remedy offers a similar one, or one in quotes."""
+    tops = sorted({entry.partition("/")[0] for entry, _ in flatten.entries(form)})
+    expected = f"a name of the state, which has {listed(tops)}"
+    return ConfigError(operation, where=where, expected=expected, got=repr(name), remedy=_similar(form, name))
+
+
+def _similar(form: flatten.Form, name: str) -> str | None:
     paths = (entry.split("/") for entry, _ in flatten.entries(form))
     known = {"/".join(prefix) for keys in paths for prefix in itertools.accumulate([key] for key in keys)}
     close = [other for other in known if unquoted(other) == name] or difflib.get_close_matches(name, known, n=1)

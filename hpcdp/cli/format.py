@@ -15,7 +15,7 @@ from typing import Any
 from ..checkpoint import flatten, inspect
 from ..checkpoint.inspect import Overview, Seen, TensorStatistics
 from ..checkpoint.manifest import Manifest, StoredTensor
-from ..errors import ConfigError, printable, shortened, to_stderr
+from ..errors import printable, shortened, to_stderr
 from ..train.progress import terminal_columns
 
 _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
@@ -258,8 +258,7 @@ def tensor_called(found: Manifest, name: str) -> StoredTensor | None:
         return found.tensors[node["tensor"]] if isinstance(node, dict) and "tensor" in node else None
     if any(path.startswith(f"{name}/") for path in nodes):
         return None
-    raise ConfigError("show", expected="a name of the state", got=repr(name),
-                      remedy=inspect.remedy(found.state, name) or "leave out the name to show all")  # fmt: skip
+    raise inspect.no_such_name("show", found.state, name)
 
 
 def one(name: str, tensor: StoredTensor, of: TensorStatistics) -> Iterator[str]:

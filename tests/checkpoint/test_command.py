@@ -208,7 +208,8 @@ def test_show_what_lies_below_a_name(run, saved):
     assert run("show", saved, "rng")[1].splitlines()[0].startswith("tensor")
     status, _, error = run("show", saved, "net/wieght")
     assert status == 2
-    assert error == "hpcdp: show: expected a name of the state, got 'net/wieght'; did you mean 'net/weight'?\n"
+    names = "a name of the state, which has net, optimizer, rng"
+    assert error == f"hpcdp: show: expected {names}, got 'net/wieght'; did you mean 'net/weight'?\n"
 
 
 def test_long_names_and_values_fit(run, tmp_path, monkeypatch):
