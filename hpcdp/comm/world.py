@@ -503,11 +503,11 @@ class World:
         """
         if self.meetings:
             with self.meeting():
-                self._meet()
+                self._agree_on_barrier()
         else:
-            self._meet()
+            self._agree_on_barrier()
 
-    def _meet(self) -> None:
+    def _agree_on_barrier(self) -> None:
         watchdog = Watchdog.of(self)
         watchdog.calls += 1
         watched = "barrier", None

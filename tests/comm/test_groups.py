@@ -1,5 +1,7 @@
 """Subsets, nodes, rails and meshes of ranks, and worlds of communicators that a program owns."""
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -89,3 +91,30 @@ def test_subsets_of_real_ranks():
         left, right = (world.rank - 1) % world.size, (world.rank + 1) % world.size
         big = np.arange(50_000) + world.rank
         np.testing.assert_array_equal(hpcdp.sendrecv(big, right, left), np.arange(50_000) + left)
+
+
+def test_a_barrier_keeps_the_meetings_that_live_on_some_rank():
+    """Otherwise only some ranks would release what other ranks wait for, and the next barrier would hang."""
+
+    class Holder:
+        def released(self):
+            entered.append(1)
+            return contextlib.nullcontext()
+
+    entered = []
+
+    def rank(world):
+        holder = Holder()
+        world.meetings.add(holder.released)
+        if world.rank == 1:
+            del holder
+        world.barrier()
+        kept = bool(world.meetings)
+        world.barrier()
+        if world.rank == 0:
+            del holder
+        world.barrier()
+        return kept, bool(world.meetings)
+
+    assert thread_comm.run(2, rank) == [(True, False)] * 2
+    assert len(entered) == 2  # on rank 0
