@@ -41,6 +41,8 @@ class Layout:
     """The position in each rank's data at which its block for this rank begins."""
     longest: int
     """The size of the longest sent data of any rank, equal on all ranks."""
+    keeps_own: bool = False
+    """True if no other rank needs the block of this rank for itself."""
     carried: np.ndarray | None = None
     """Shape ``(k, m)``: the bytes that each of the k ranks of this node sends to each of the m ranks of other nodes to
     which this rank sends in `by_node`; None for blocks of one size.
@@ -83,7 +85,7 @@ def alltoall_layout(sizes: np.ndarray, rank: int) -> Layout:
     own, starts = offsets(sizes[rank].tolist()), np.cumsum(sizes, axis=1) - sizes
     ends = offsets(sizes[:, rank].tolist())
     longest = int(sizes.sum(axis=1).max())
-    return Layout(list(itertools.pairwise(own)), ends, starts[:, rank].tolist(), longest)
+    return Layout(list(itertools.pairwise(own)), ends, starts[:, rank].tolist(), longest, True)
 
 
 def layout_of_messages(sent: Sequence[int], received: Sequence[int], carried: np.ndarray | None) -> Layout:
@@ -92,13 +94,13 @@ def layout_of_messages(sent: Sequence[int], received: Sequence[int], carried: np
     What other ranks exchange is unknown, except what this one passes on: see `Layout.carried`.
     """
     n = len(sent)
-    return Layout(list(itertools.pairwise(offsets(sent))), offsets(received), [0] * n, sum(sent), carried)
+    return Layout(list(itertools.pairwise(offsets(sent))), offsets(received), [0] * n, sum(sent), True, carried)
 
 
 def even_alltoall_layout(nbytes: int, ranks: int, rank: int) -> Layout:
     """Return the layout of an alltoall of blocks of one size; ``nbytes`` is that of all blocks of a rank."""
     ends = bounds(nbytes, ranks)
-    return Layout(list(itertools.pairwise(ends)), ends, [ends[rank]] * ranks, nbytes)
+    return Layout(list(itertools.pairwise(ends)), ends, [ends[rank]] * ranks, nbytes, True)
 
 
 def allgather_layout(ends: Sequence[int], rank: int) -> Layout:
@@ -113,7 +115,7 @@ def gather_layout(sizes: Sequence[int], rank: int, root: int) -> Layout:
     n = len(sizes)
     limits = [(0, sizes[rank] if other == root else 0) for other in range(n)]
     ends = offsets(sizes) if rank == root else [0] * (n + 1)
-    return Layout(limits, ends, [0] * n, max(sizes))
+    return Layout(limits, ends, [0] * n, max(sizes), rank == root)
 
 
 def scatter_layout(sizes: Sequence[int], rank: int, root: int) -> Layout:
@@ -122,7 +124,7 @@ def scatter_layout(sizes: Sequence[int], rank: int, root: int) -> Layout:
     mine = list(itertools.pairwise(limits)) if rank == root else [(0, 0)] * n
     ends = [0] * (root + 1) + [sizes[rank]] * (n - root)
     firsts = [limits[rank] if other == root else 0 for other in range(n)]
-    return Layout(mine, ends, firsts, limits[-1])
+    return Layout(mine, ends, firsts, limits[-1], True)
 
 
 def broadcast_layout(nbytes: int, ranks: int, rank: int, root: int) -> Layout:

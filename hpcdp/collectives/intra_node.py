@@ -4,9 +4,9 @@ Every rank stages the shards of the others, reduces its own, and writes the resu
 allgather of Rabenseifner ("Optimization of Collective Reduction Operations", 2004), with ``2 (n - 1) / n`` sizes moving
 between cores. Very short arrays are staged completely and reduced by every rank, which saves a wait.
 
-Movements of data stage up to `STAGED_NBYTES`. The other ranks read longer data where they are, in the private memory of
-the rank's process (process_vm_readv(2)): one copy instead of two. Where the kernel refuses that, long data are staged
-in pieces.
+Movements of data stage up to `STAGED_NBYTES`, two ranks more. The other ranks read longer data where they are, in the
+private memory of the rank's process (process_vm_readv(2)): one copy instead of two. Where the kernel refuses that, long
+data are staged in pieces.
 
 Each rank also posts the signature of its call, so the same wait detects mismatched calls. Reductions run in the order
 of the local ranks, so all ranks get the same bits in every run.
@@ -51,6 +51,10 @@ Exchange = Callable[..., int]
 STAGED_NBYTES = 8 << 10
 """The longest data of a movement that a rank copies to the staging buffer. Others read longer ones in its own memory,
 by a system call that costs less than a second copy.
+"""
+STAGED_BY_TWO_NBYTES, STAGED_AGAIN_BY_TWO_NBYTES = 128 << 10, 1 << 20
+"""The same for two ranks, whose reader leaves the staged lines to their rank (`shm_allreduce._LINE_NBYTES`), and for
+their repeated calls, which do not stage what no other rank needs.
 """
 _MARK_NBYTES, _MEET = 64, Call("preparation of the node's memory")
 _LEAST_COUNTS = 80
@@ -252,7 +256,7 @@ class _Staging:
         return self.bound(partial(self._exchange.exchange_again, mine, known, *self._move_arguments(layout, call)))
 
     def _move_arguments(self, layout: Layout, call: Call) -> tuple[Any, ...]:
-        firsts, ends = np.array(layout.firsts, np.int64), np.array(layout.ends, np.int64)
+        firsts, ends = np.array([*layout.firsts, layout.keeps_own], np.int64), np.array(layout.ends, np.int64)
         where = self._board, self._direct, self._rows, self._counters, self._state
         return firsts, ends, layout.longest, *where, call.signature
 
@@ -321,21 +325,26 @@ def _direct_of(calls: InMemory) -> np.ndarray:
     The kernel may refuse to read the memory of other processes (Yama, containers). Then all data are staged.
     """
     memory, exchange = calls.memory, calls.exchange
-    direct = memory.alloc((memory.size, 2), np.int64)
+    direct = memory.alloc((memory.size, 3), np.int64)
     marks = np.arange(memory.size)[:, None] * 7 + np.arange(_MARK_NBYTES)
     mark = marks[memory.rank].astype(np.uint8)
-    direct[memory.rank] = os.getpid(), mark.ctypes.data
+    direct[memory.rank, :2] = os.getpid(), mark.ctypes.data
     calls.agree(_MEET)
     read = np.empty_like(mark)
     is_readable = all(
         exchange.read_memory(pid, address, read) and bool((read == marks[rank] % 256).all())
-        for rank, (pid, address) in enumerate(direct.tolist())
+        for rank, (pid, address) in enumerate(direct[:, :2].tolist())
     )
     calls.agree(_MEET)
     direct[memory.rank, 1] = is_readable
     calls.agree(_MEET)
     made = direct.copy()
-    made[:, 1] = STAGED_NBYTES if direct[:, 1].all() else np.iinfo(np.int64).max
+    if not direct[:, 1].all():
+        made[:, 1:] = np.iinfo(np.int64).max
+    elif memory.size == 2:
+        made[:, 1:] = STAGED_BY_TWO_NBYTES, STAGED_AGAIN_BY_TWO_NBYTES
+    else:
+        made[:, 1:] = STAGED_NBYTES
     return made
 
 

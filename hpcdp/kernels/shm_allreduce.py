@@ -188,6 +188,11 @@ DTYPES = (np.dtype("float32"), np.dtype("float64"), np.dtype("int64"))
 
 _BLOCK = 2048
 _PIECE_NBYTES = 1024
+_LINE_NBYTES = 64
+"""A cache line. A rank that reads another's staged lines, and nobody else does, writes to each of them: their rank then
+writes its next data 1.7 to 4 times as fast as if both cores still shared the lines (AMD EPYC, the second figure for
+cores of different L3 caches).
+"""
 
 
 def state_of(rank: int, patience: np.ndarray) -> np.ndarray:
@@ -254,6 +259,26 @@ def _sum_in_both(mine, other, prescale, factor):  # type: ignore[no-untyped-def]
             total = (mine[i] * prescale + other[i]) * factor
             mine[i] = total
             other[i] = total
+
+
+@njit(inline="always")
+def _sum_of_two(out, mine, other, prescale, factor):  # type: ignore[no-untyped-def]
+    if prescale == 1 and factor == 1:
+        for i in range(out.size):
+            total = mine[i] + other[i]
+            out[i] = total
+            other[i] = total  # see `_LINE_NBYTES`
+    else:
+        for i in range(out.size):
+            total = (mine[i] * prescale + other[i]) * factor
+            out[i] = total
+            other[i] = total
+
+
+@njit(inline="always")
+def _take_lines(staged, values):  # type: ignore[no-untyped-def]
+    for i in range(0, staged.size, max(1, _LINE_NBYTES // staged.itemsize)):
+        staged[i] = values[i]
 
 
 @njit(inline="always")
@@ -426,6 +451,10 @@ def sum_to_owners(staging, counters, state, kind, prescale, divisor, factor, x, 
         if met != DONE:
             return met
         count = min(width, out.size - start)
+        if n == 2 and count > 0:
+            mine, place = x[own + start : own + start + count], me * width
+            _sum_of_two(out[start : start + count], mine, half[1 - me, place : place + count], before, after)
+            count = 0
         for first in range(0, count, _BLOCK):
             last = min(first + _BLOCK, count)
             block = partial[: last - first]
@@ -442,21 +471,41 @@ def sum_to_owners(staging, counters, state, kind, prescale, divisor, factor, x, 
                     _add(block, half[rank, place : place + last - first], x.dtype.type(1))
             _finish(block, over, after)
             _copy(out[start + first : start + last], block)
+            for rank in range(n):
+                if rank != me:
+                    _take_lines(half[rank, place : place + last - first], block)
         _finish_chunk(state, start + width)
     state[POSITION] = 0
     return DONE
 
 
 @njit(inline="always")
-def _announce(counts, board, direct, staging, counters, state, kind, sent):  # type: ignore[no-untyped-def]
+def _own_block(firsts, ends, me):  # type: ignore[no-untyped-def]
+    # The part of this rank's data that no other rank reads.
+    if firsts[ends.size - 1] == 0:
+        return 0, 0
+    return firsts[me], firsts[me] + ends[me + 1] - ends[me]
+
+
+@njit(inline="always")
+def _stage_others(row, sent, start, lo, hi):  # type: ignore[no-untyped-def]
+    stop = min(start + row.size, sent.size)
+    before, after = min(lo, stop), max(hi, start)
+    if start < before:
+        _copy_bytes(row[: before - start], sent[start:before])
+    if after < stop:
+        _copy_bytes(row[after - start : stop - start], sent[after:stop])
+
+
+@njit(inline="always")
+def _announce(counts, board, most, staging, counters, state, kind, sent, lo, hi):  # type: ignore[no-untyped-def]
     if state[PHASE] == 0:
         half, me = state[HALF], state[ME]
         _copy(board[half, me, : counts.size], counts)
-        is_direct = sent.size > direct[me, 1]
+        is_direct = sent.size - (hi - lo) > most
         board[half, me, board.shape[2] - 1] = sent.ctypes.data if is_direct else 0
         if not is_direct:
-            mine = sent[: staging.shape[2]]
-            _copy_bytes(staging[half, me, : mine.size], mine)
+            _stage_others(staging[half, me], sent, 0, lo, hi)
         _arrive(counters, state, kind)
     return _all_arrived(counters, staging.shape[1], state, kind)
 
@@ -464,13 +513,13 @@ def _announce(counts, board, direct, staging, counters, state, kind, sent):  # t
 @njit(inline="always")
 def _move(firsts, ends, longest, board, direct, staging, counters, state, kind, sent, received):  # type: ignore[no-untyped-def]
     n, chunk, me = staging.shape[1], staging.shape[2], state[ME]
+    own_first, own_last = _own_block(firsts, ends, me)
     while True:
         start = state[POSITION]
         half = staging[state[HALF]]
         addresses = board[state[HALF], :, board.shape[2] - 1]
         if state[PHASE] == 0:
-            mine = sent[start : start + chunk]
-            _copy_bytes(half[me, : mine.size], mine)
+            _stage_others(half[me], sent, start, own_first, own_last)
             _arrive(counters, state, kind)
         met = _all_arrived(counters, n, state, kind)
         if met != DONE:
@@ -498,6 +547,8 @@ def _move(firsts, ends, longest, board, direct, staging, counters, state, kind, 
                     block = sent[lo:hi] if rank == me else half[rank, lo - start : hi - start]
                     if place.ctypes.data != block.ctypes.data:
                         _copy_bytes(place, block)
+                    if n == 2 and rank != me:
+                        _take_lines(block, place)
             if any_direct:  # ranks may change their data when all have read them
                 _arrive(counters, state, kind)
         if state[PHASE] == 2:
@@ -517,8 +568,8 @@ def announce(counts, board, direct, staging, counters, state, kind, sent):  # ty
     Args:
         counts: shape ``(k,)``, int64; this rank's.
         board: shape ``(2, n, most)``, int64, shared; gets the counts of all ranks, and last the addresses of data.
-        direct: shape ``(n, 2)``, int64: the number of each rank's process, and the longest data that are staged; others
-            read longer ones in the memory of the process.
+        direct: shape ``(n, 3)``, int64: the number of each rank's process, the longest data that are staged, and those
+            that `exchange_again` stages; others read longer ones in the memory of the process.
         staging: shape ``(2, n, chunk)``, uint8, shared.
         counters: as for `meet`.
         state: as for `meet`.
@@ -528,7 +579,7 @@ def announce(counts, board, direct, staging, counters, state, kind, sent):  # ty
     Returns:
         `NOT_YET`, `DONE` or `DIFFERENT`; if done, the ranks call `exchange` next, or `leave` if any cannot.
     """
-    return _announce(counts, board, direct, staging, counters, state, kind, sent)
+    return _announce(counts, board, direct[state[ME], 1], staging, counters, state, kind, sent, 0, 0)
 
 
 @kernel()
@@ -543,7 +594,8 @@ def exchange(firsts, ends, longest, board, direct, staging, counters, state, kin
     """Move a block of bytes from every rank to every rank, after `announce`.
 
     Args:
-        firsts: shape ``(n,)``, int64; the position in each rank's data at which its block for this rank begins.
+        firsts: shape ``(n + 1,)``, int64; the position in each rank's data at which its block for this rank begins,
+            and last 1 if no other rank needs the block of this rank for itself.
         ends: shape ``(n + 1,)``, int64; the limits of the blocks in ``received``.
         longest: the largest ``sent.size`` of any rank.
         board: as for `announce`.
@@ -570,7 +622,10 @@ def exchange_again(counts, known, firsts, ends, longest, board, direct, staging,
             `announce` has been run.
     """
     if state[POSITION] == 0 and state[PHASE] < 2:
-        met = _announce(counts, board, direct, staging, counters, state, kind, sent)
+        lo, hi = _own_block(firsts, ends, state[ME])
+        # Blocks beyond a chunk of which only some are staged would be staged by one rank after another.
+        most = direct[state[ME], 1 if lo < hi else 2]
+        met = _announce(counts, board, most, staging, counters, state, kind, sent, lo, hi)
         if met != DONE:
             return met
         announced = board[state[HALF]]
