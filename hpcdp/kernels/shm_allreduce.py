@@ -503,7 +503,7 @@ def _announce(counts, board, most, staging, counters, state, kind, sent, lo, hi)
         half, me = state[HALF], state[ME]
         _copy(board[half, me, : counts.size], counts)
         is_direct = sent.size - (hi - lo) > most
-        board[half, me, board.shape[2] - 1] = sent.ctypes.data if is_direct else 0
+        board[half, me, board.shape[2] - 1] = sent.ctypes.data if is_direct else -sent.ctypes.data
         if not is_direct:
             _stage_others(staging[half, me], sent, 0, lo, hi)
         _arrive(counters, state, kind)
@@ -527,16 +527,16 @@ def _move(firsts, ends, longest, board, direct, staging, counters, state, kind, 
         any_direct = False
         if start == 0:
             for rank in range(n):
-                any_direct |= addresses[rank] != 0
+                any_direct |= addresses[rank] > 0
         if state[PHASE] == 1:
             for distance in range(n):
                 rank = (me + distance) % n  # ranks read from different neighbors at a time
                 first, begin = firsts[rank], ends[rank]
                 size = ends[rank + 1] - begin
-                if any_direct and addresses[rank] != 0 and rank != me:
-                    if size > 0 and not read_memory(
-                        direct[rank, 0], addresses[rank] + first, received[begin : begin + size]
-                    ):
+                if any_direct and rank != me and (addresses[rank] > 0 or first + size > chunk):
+                    # No further chunk follows: also what a rank has staged is read where it is beyond the first one.
+                    at = abs(addresses[rank]) + first
+                    if size > 0 and not read_memory(direct[rank, 0], at, received[begin : begin + size]):
                         return UNREADABLE
                     continue
                 lo, hi = max(first, start), min(first + size, start + chunk)
@@ -567,7 +567,8 @@ def announce(counts, board, direct, staging, counters, state, kind, sent):  # ty
 
     Args:
         counts: shape ``(k,)``, int64; this rank's.
-        board: shape ``(2, n, most)``, int64, shared; gets the counts of all ranks, and last the addresses of data.
+        board: shape ``(2, n, most)``, int64, shared; gets the counts of all ranks, and last the addresses of data,
+            with a minus if these are staged.
         direct: shape ``(n, 3)``, int64: the number of each rank's process, the longest data that are staged, and those
             that `exchange_again` stages; others read longer ones in the memory of the process.
         staging: shape ``(2, n, chunk)``, uint8, shared.

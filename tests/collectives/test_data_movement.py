@@ -517,6 +517,32 @@ def test_long_data_are_read_in_place_or_staged_in_pieces(can_read, monkeypatch):
     thread_comm.run(3, rank)
 
 
+def check_staged_by_one(world):
+    """Two ranks stage longer data in repeated calls, and there leave out what they keep; here one rank does."""
+    me, largest = world.rank, 1 << 17
+    splits = [[3 * largest, 10_000], [45_000, 5_000]]
+    sent = [np.arange(sum(counts)) + 1000 * rank for rank, counts in enumerate(splits)]
+    wanted = np.concatenate([x[counts[0] :] if me else x[: counts[0]] for x, counts in zip(sent, splits, strict=True)])
+    for _ in range(3):
+        received, _ = hpcdp.alltoall(sent[me], splits[me], world)
+        np.testing.assert_array_equal(received, wanted)
+    for number in range(8):  # a length that this rank has seen, and one that it has not
+        lengths = [60_000, 60_000 - number] if number % 4 < 2 else [60_000 - number, 60_000]
+        parts = [np.arange(length) + 1000 * rank + number for rank, length in enumerate(lengths)]
+        np.testing.assert_array_equal(hpcdp.allgather(parts[me], world), np.concatenate(parts))
+
+
+def test_one_of_two_ranks_stages_and_the_other_does_not():
+    thread_comm.run(2, check_staged_by_one)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_one_of_two_real_ranks_stages_and_the_other_does_not():
+    with hpcdp.init().split(hpcdp.init().rank // 2) as pair:
+        if pair.size == 2:
+            check_staged_by_one(pair)
+
+
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 @pytest.mark.parametrize("count", [0, 1, 7, 30_001])
 @pytest.mark.parametrize("case", [("f4", "mean", 0.7), ("f8", "sum", 1.0), ("i8", "sum", 1.0)])
