@@ -609,6 +609,10 @@ def predicted_s(
 _CROWDED_NBYTES = 64 << 10
 _SHORT_NBYTES = 16 << 10
 _LONG_BROADCAST_NBYTES = 1 << 20
+_TCP_ALPHA_S, _LONG_ON_TCP_NBYTES, _GAIN_ON_TCP = 10e-6, 2 << 20, 0.98
+"""A latency that only TCP has, arrays from which the library's sums reach 0.65 to 0.75 of its prediction there (Open MPI
+5 on links of 1 and 10 Gbit/s), and the least predicted speed-up in this case.
+"""
 _GAIN = 1.1
 """Predicted speed-up over the MPI library that an algorithm must reach, because predictions are no more precise."""
 
@@ -645,8 +649,9 @@ def model_choice(
       ranks, for which the others need messages of their own.
     - Several nodes, longer arrays: ``native``, because the MPI library knows networks that this model does not. The
       exception is ``hierarchical``, if the network is its slowest stage and its prediction is `_GAIN` times as fast as
-      the library's best algorithm. That holds for long arrays on links of 10 Gbit/s, where fewer bytes and the overlap
-      outweigh the cost of Python. On a fabric as fast as memory no gain is known.
+      the library's best algorithm, or `_GAIN_ON_TCP` times for long arrays on TCP. That holds for long arrays on links
+      of 10 Gbit/s, where fewer bytes and the overlap outweigh the cost of Python. On a fabric as fast as memory no gain
+      is known.
     - Without ``native`` (a reduction that MPI does not have): the lowest prediction.
 
     Only a measurement can choose others. All candidates must be able to run, and be the same on all ranks. An array
@@ -669,7 +674,9 @@ def model_choice(
         stages = _hierarchical(nbytes, topology, machine.at(nbytes))
         suits = "hierarchical" in names and nbytes >= dtype_itemsize * topology.ranks
         slow = stages.network_s >= stages.core_s
-        return "hierarchical" if suits and slow and seconds("native") >= _GAIN * seconds("hierarchical") else "native"
+        on_tcp = machine.across.alpha_s >= _TCP_ALPHA_S and nbytes >= _LONG_ON_TCP_NBYTES
+        gain = _GAIN_ON_TCP if on_tcp else _GAIN
+        return "hierarchical" if suits and slow and seconds("native") >= gain * seconds("hierarchical") else "native"
     names = [name for name in names if name in _OURS[collective] and name not in ("shared", "reference")] or names
     if nbytes < dtype_itemsize * topology.ranks:
         names = [name for name in names if name == "tree"] or names

@@ -194,7 +194,7 @@ def test_memory_is_used_where_it_is_shared(nbytes):
     assert moved == ("shared" if nbytes < 1 << 20 else "native")
 
 
-@pytest.mark.parametrize("sizes", [(2, 2), (2,) * 4, (8,) * 4, (4, 3, 1), (64,) * 16])
+@pytest.mark.parametrize("sizes", [(1, 1), (1,) * 4, (2, 2), (2,) * 4, (8,) * 4, (4, 3, 1), (64,) * 16])
 def test_over_nodes_the_library_serves_arrays_that_are_not_short_and_hierarchical_long_ones(sizes):
     names, nodes = ALGORITHMS["allreduce"], Topology(sizes)
     for nbytes in (0, 4, 1024, (1 << 14) - 4):
