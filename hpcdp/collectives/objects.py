@@ -145,10 +145,12 @@ def igather_object(value: Any, root: int = 0, world: World | None = None) -> Ope
 
 
 def _gather(name: str, value: Any, root: int, world: World) -> _ObjectCall:
-    exchange = data_movement.gather_exchange(name, world, _encoded(value, name), root, None)
+    own = _encoded(value, name)
+    exchange = data_movement.gather_exchange(name, world, own, root, None)
 
     def finish(all_: np.ndarray | None) -> list[Any] | None:
-        return None if all_ is None else [decoded(message) for message in _messages(name, all_)]
+        messages = _messages(name, own if all_ is None else all_, is_on_every_rank=False)
+        return None if all_ is None else [decoded(message) for message in messages]
 
     return _ObjectCall(world, exchange, finish)
 
@@ -176,7 +178,10 @@ def _scatter(name: str, values: Any, root: int, world: World) -> _ObjectCall:
     messages = [_NOTHING] * world.size
     if world.rank == checked_root(name, root, world):
         if isinstance(values, Sequence) and not isinstance(values, str) and len(values) == world.size:
-            messages = [_encoded(value, name) for value in values]
+            try:
+                messages = [encoded(value, name) for value in values]
+            except UnsupportedError as error:
+                messages = [_refusal(error)] * world.size
         else:
             failure = UnsupportedError(
                 name, where="values", expected=f"a list of {world.size} objects, one for each rank",
@@ -275,7 +280,7 @@ def _message(kind: int, text: str, arrays: Sequence[np.ndarray]) -> np.ndarray:
     return message
 
 
-def _messages(operation: str, joined: np.ndarray) -> list[np.ndarray]:
+def _messages(operation: str, joined: np.ndarray, is_on_every_rank: bool = True) -> list[np.ndarray]:
     """Return the messages that follow each other in ``joined``; raise the error of the first that is a refusal."""
     messages = []
     while joined.size:
@@ -283,7 +288,7 @@ def _messages(operation: str, joined: np.ndarray) -> list[np.ndarray]:
         if kind == _REFUSED:
             text = joined[_HEADER.itemsize :][:length].tobytes()
             error = UnsupportedError(operation, **json.loads(text))
-            error.is_on_every_rank = True
+            error.is_on_every_rank = is_on_every_rank
             raise error
         messages.append(joined[:nbytes])
         joined = joined[nbytes:]

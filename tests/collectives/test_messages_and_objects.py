@@ -242,12 +242,26 @@ def test_what_cannot_be_sent_is_an_error_on_every_rank(value):
             lambda: hpcdp.ibroadcast_object(value if world.rank == 1 else None, 1, world).wait(),
             lambda: hpcdp.iallgather_object(value if world.rank == 1 else 3, world).wait(),
         ):
-            try:
+            with pytest.raises(UnsupportedError) as caught:
                 call()
-            except UnsupportedError as error:
-                assert str(error.where).startswith("value")
-            else:
-                assert world.rank != 1  # the part of a scatter that cannot be sent concerns its receiver
+            assert str(caught.value.where).startswith("value")
+        return hpcdp.allgather_object(world.rank, world)
+
+    assert thread_comm.run(3, rank) == [[0, 1, 2]] * 3
+
+
+def test_what_cannot_be_gathered_is_an_error_on_its_rank_and_the_root():
+    def rank(world):
+        for call in (
+            lambda: hpcdp.gather_object(print if world.rank == 2 else 3, 1, world),
+            lambda: hpcdp.igather_object(print if world.rank == 2 else 3, 1, world).wait(),
+        ):
+            if world.rank == 0:
+                assert call() is None
+                continue
+            with pytest.raises(UnsupportedError) as caught:
+                call()
+            assert not caught.value.is_on_every_rank
         return hpcdp.allgather_object(world.rank, world)
 
     assert thread_comm.run(3, rank) == [[0, 1, 2]] * 3
