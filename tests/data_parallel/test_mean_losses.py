@@ -65,6 +65,11 @@ def test_a_mean_over_samples_is_told_once_with_what_to_do(means, way):
     assert warning.filename == __file__
 
 
+def test_a_mean_is_told_where_a_batch_has_as_many_samples_as_classes():
+    (warning,) = warned(lambda net, x, y, trainer: MEANS["mean"](net, x[:3], y[:3], trainer))
+    assert "the mean of 3 losses" in str(warning.message)
+
+
 def test_a_mean_with_a_loss_scale_is_told_with_it():
     (warning,) = warned(
         begun_with(lambda losses, net: losses.mean(), lambda y, trainer: trainer.loss_scale), loss_scale=4
