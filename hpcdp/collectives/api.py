@@ -17,7 +17,7 @@ from ..comm.tasks import Operation, ProgressEngine
 from ..comm.watchdog import Watchdog
 from ..core.arrays import Array, from_host, is_float, on_device_of
 from ..core.checks import number
-from ..core.state import change_of, refuse_change
+from ..core.state import protection_of, refuse_change
 from ..errors import UnsupportedError
 from . import data_movement, registry
 from .blocks import offsets
@@ -95,7 +95,7 @@ def allreduce(
     """
     world = ranks_of(world)
     plan = _planned("allreduce", x, op, algorithm, world, 0, prescale, postscale)
-    if plan.bound is not None and out is None and type(x) is np.ndarray and x.flags.carray and change_of(x) is None:
+    if plan.bound is not None and out is None and type(x) is np.ndarray and x.flags.carray and protection_of(x) is None:
         plan.run(world, flat(x))
         return x
     target = x if out is None else receiver("allreduce", x, out)
@@ -223,7 +223,7 @@ def _may_receive_shard(out: Any, x: Any, world: World) -> bool:
         out.shape == (x.size * (me + 1) // n - x.size * me // n,)
         and out.dtype == x.dtype
         and (x.base is out.base is None or not np.may_share_memory(x, out))
-        and change_of(out) is None
+        and protection_of(out) is None
     )
 
 
@@ -315,7 +315,7 @@ def allgather(x: ArrayT, world: World | None = None, algorithm: str = "auto", ou
     world = ranks_of(world)
     if out is not None and _are_plain(x, out) and x.size * world.size == out.size and x.dtype == out.dtype:
         bound = _planned("allgather", out.reshape(-1), _MOVED, algorithm, world).bound
-        if bound is not None and change_of(out) is None and bound(world, bytes_of(x), bytes_of(out)):  # type: ignore[arg-type]
+        if bound is not None and protection_of(out) is None and bound(world, bytes_of(x), bytes_of(out)):  # type: ignore[arg-type]
             return out
     host, gathered, out = _gathered("allgather", x, world, out)
     plan = _planned("allgather", flat(gathered), _MOVED, algorithm, world)  # the ranks' ``out`` may differ in shape
@@ -455,10 +455,15 @@ def reduce(
     world = ranks_of(world)
     root = checked_root("reduce", root, world)
     is_root = world.rank == root
-    if _are_plain(x, out if is_root and out is not None else x) and change_of(x) is None:
+    if _are_plain(x, out if is_root and out is not None else x) and protection_of(x) is None:
         plan = _planned("reduce", x, op, algorithm, world, root, prescale, postscale)
         target = out if is_root and out is not None else x
-        if plan.bound is not None and target.shape == x.shape and target.dtype == x.dtype and change_of(target) is None:
+        if (
+            plan.bound is not None
+            and target.shape == x.shape
+            and target.dtype == x.dtype
+            and protection_of(target) is None
+        ):
             if target is not x:
                 target[...] = x
             plan.run(world, flat(target if is_root else x.copy()), root)

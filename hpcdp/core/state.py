@@ -26,7 +26,7 @@ from .arrays import Array, on_device_of
 from .devices import to_device_of
 
 _held: dict[int, tuple[int, str]] = {}
-"""The end address of each protected memory range, and the description of a change to it, by its first address."""
+"""The end address of each protected memory range, and the description of an array there, by its first address."""
 
 _themselves: set[int] = set()
 """The ids of arrays that were passed to `refusing`."""
@@ -35,7 +35,7 @@ _themselves: set[int] = set()
 def hold_together(array: np.ndarray, ranks: int) -> None:
     """Protect ``array``, and all views of its memory, as shared by ``ranks`` ranks for as long as it exists."""
     first, last = byte_bounds(array)
-    _held[first] = last, f"one of what {ranks} ranks hold together, which each of them would change"
+    _held[first] = last, f"an array whose memory {ranks} ranks share"
     owner = array
     while isinstance(owner.base, np.ndarray):
         owner = owner.base
@@ -43,10 +43,10 @@ def hold_together(array: np.ndarray, ranks: int) -> None:
 
 
 @contextlib.contextmanager
-def refusing(arrays: Iterable[Any], change: str) -> Iterator[None]:
-    """Refuse changes of those ``arrays`` that are in host memory within this context; ``change`` describes them."""
+def refusing(arrays: Iterable[Any], description: str) -> Iterator[None]:
+    """Refuse changes of those ``arrays`` that are in host memory within this context."""
     on_host = [array for array in arrays if isinstance(array, np.ndarray) and array.size]
-    added = {first: (last, change) for first, last in map(byte_bounds, on_host) if first not in _held}
+    added = {first: (last, description) for first, last in map(byte_bounds, on_host) if first not in _held}
     _held.update(added)
     _themselves.update(map(id, on_host))
     try:
@@ -57,24 +57,25 @@ def refusing(arrays: Iterable[Any], change: str) -> Iterator[None]:
             _held.pop(first, None)
 
 
-def change_of(array: Any) -> str | None:
-    """Describe an in-place change of ``array`` if it is protected; else return None."""
+def protection_of(array: Any) -> str | None:
+    """Describe ``array`` if it must not be changed in place; else return None."""
     if not _held or not isinstance(array, np.ndarray) or not array.size:
         return None
     if array.base is None and id(array) not in _themselves:  # it owns its memory, and byte_bounds takes 2 us
         return None
     first, last = byte_bounds(array)
     held = list(_held.items())  # a copy, because ranks may be threads
-    return next((change for begin, (end, change) in held if begin < last and first < end), None)
+    return next((description for begin, (end, description) in held if begin < last and first < end), None)
 
 
 def refuse_change(array: Any, name: str = "", operation: str = "in-place change") -> None:
     """Raise `HpcdpError` if ``array`` must not be changed in place."""
-    change = change_of(array)
-    if change is not None:
+    description = protection_of(array)
+    if description is not None:
         raise HpcdpError(
-            operation, where=name or None, expected="an array of its own, or its trainer's changing_parameters()",
-            got=change, remedy="without that Trainer give it an array of its own: param.data = param.data.copy()",
+            operation, where=name or None, expected="an array that this rank alone holds", got=description,
+            remedy="on all ranks, get and change it inside `with trainer.changing_parameters():`; if that Trainer is "
+            "gone, assign param.data = param.data.copy()",
         )  # fmt: skip
 
 

@@ -76,7 +76,7 @@ def trained(params: Sequence[Parameter], world: World | None) -> list[Parameter]
     for param in params:
         if param.grad_req != "null":
             continue
-        if core_state.change_of(param.data) is not None:
+        if core_state.protection_of(param.data) is not None:
             param.data = param.data.copy()
         if param.grad_hook is None:  # otherwise an earlier Trainer may train it
             param.grad_hook = _warn_of_unfrozen

@@ -57,7 +57,7 @@ being_changed: set[int] = set()
 Places = Sequence[tuple[Parameter, Array]]
 """Parameters, and the arrays of their values or gradients."""
 
-_OF_ONE_BEFORE = "a change of an array from before the block, in which only copies count"
+_FROM_BEFORE = "an array from before the block"
 
 
 def places_of(params: Sequence[Parameter]) -> Places:
@@ -129,14 +129,16 @@ def changing(
     changed: list[Array] = []
     older: list[str] = []
     try:
-        with core_state.refusing([place for _, place in places], _OF_ONE_BEFORE):
+        with core_state.refusing([place for _, place in places], _FROM_BEFORE):
             try:
                 yield
             finally:
                 changed += [param.data for param, _ in places]
                 held = [(param.name, param.data, place) for param, place in places]
                 older += [
-                    name for name, values, place in held if values is place or core_state.change_of(values) is not None
+                    name
+                    for name, values, place in held
+                    if values is place or core_state.protection_of(values) is not None
                 ]
     finally:
         being_changed.difference_update(id(param) for param, _ in places)
@@ -148,7 +150,7 @@ def changing(
             if stale:
                 raise ConfigError(
                     "changing_parameters", expected="changes of param.data within the block",
-                    got=f"{_OF_ONE_BEFORE}; such changes are lost",
+                    got=f"{_FROM_BEFORE}; such changes are lost",
                     remedy="change param.data, as it is within the block",
                 )  # fmt: skip
 

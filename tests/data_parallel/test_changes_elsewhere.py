@@ -80,7 +80,7 @@ def test_elsewhere_a_change_of_what_several_ranks_hold_is_refused(change):
         net = network()
         trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), world, owner="shard")
         before = net[0].weight.data.copy()
-        with raises(HpcdpError, operation="in-place change", expected="changing_parameters()", got=2):
+        with raises(HpcdpError, operation="in-place change", remedy="changing_parameters()", got=2):
             change(net)
         np.testing.assert_array_equal(net[0].weight.data, before)
         change(copy.deepcopy(net))  # which is this rank's own
@@ -168,7 +168,7 @@ def test_by_whatever_name_it_is_what_ranks_hold_together(view):
         trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), world, owner="shard")
         before = net[0].weight.data.copy()
         part = view(net[0].weight.data)
-        with raises(HpcdpError, operation="in-place change", expected="changing_parameters()"):
+        with raises(HpcdpError, operation="in-place change", remedy="changing_parameters()"):
             Tensor(part)[...] = 0
         for call in (allreduce, broadcast):
             with raises(HpcdpError, operation=call.__name__, where="x", got=2):

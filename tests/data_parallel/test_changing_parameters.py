@@ -278,7 +278,7 @@ def test_what_is_older_than_the_block_is_not_changed_within_it(how, n):
         world.barrier()
         with (
             trainer.changing_parameters(),
-            raises(HpcdpError, operation="in-place change", expected="changing_parameters()"),
+            raises(HpcdpError, operation="in-place change", remedy="changing_parameters()"),
         ):
             row *= 0.5
         for change in (lambda: array.__imul__(0.5), lambda: array.sort(axis=0)):
