@@ -610,8 +610,8 @@ _CROWDED_NBYTES = 64 << 10
 _SHORT_NBYTES = 16 << 10
 _LONG_BROADCAST_NBYTES = 2 << 20
 _TCP_ALPHA_S, _LONG_ON_TCP_NBYTES, _GAIN_ON_TCP = 10e-6, 2 << 20, 0.98
-"""A latency that only TCP has, arrays from which the library's sums reach 0.65 to 0.75 of its prediction there (Open MPI
-5 on links of 1 and 10 Gbit/s), and the least predicted speed-up in this case.
+"""A latency that only TCP has, arrays from which the library's sums reach 0.65 to 0.75 of its prediction there (Open
+MPI 5 on links of 1 and 10 Gbit/s), and the least predicted speed-up in this case.
 """
 _GAIN = 1.1
 """Predicted speed-up over the MPI library that an algorithm must reach, because predictions are no more precise."""
