@@ -54,6 +54,7 @@ def of_collectives(x: NDArray[np.float32], world: hpcdp.World) -> None:
     assert_type(hpcdp.recv(x, None), tuple[NDArray[np.float32], int])
     assert_type(hpcdp.irecv(x), Operation[NDArray[np.float32]])
     assert_type(hpcdp.sendrecv(x, 1, 0, x), NDArray[np.float32])
+    assert_type(hpcdp.isendrecv(x, 1, 0, x).wait(), NDArray[np.float32])
     assert_type(world.rank, int)
     assert_type(world.split(0), hpcdp.World)
     assert_type(hpcdp.gpu(0), hpcdp.Device)

@@ -60,7 +60,7 @@ from .objects import (
     scatter_object,
     send_object,
 )
-from .point_to_point import irecv, isend, recv, send, sendrecv
+from .point_to_point import irecv, isend, isendrecv, recv, send, sendrecv
 from .registry import ALGORITHMS
 
 __all__ = [
@@ -100,6 +100,7 @@ __all__ = [
     "iscatter_object",
     "isend",
     "isend_object",
+    "isendrecv",
     "recv",
     "recv_object",
     "reduce",

@@ -262,6 +262,40 @@ def sendrecv(
     return received
 
 
+@overload
+def isendrecv(
+    x: Array, dest: int, source: int, out: None = None, tag: int = 0, world: World | None = None
+) -> Operation[Array]: ...
+@overload
+def isendrecv(
+    x: Array, dest: int, source: None, out: None = None, tag: int = 0, world: World | None = None
+) -> Operation[tuple[Array, int]]: ...
+@overload
+def isendrecv(
+    x: Array, dest: int, source: int, out: ArrayT, tag: int = 0, world: World | None = None
+) -> Operation[ArrayT]: ...
+@overload
+def isendrecv(
+    x: Array, dest: int, source: None, out: ArrayT, tag: int = 0, world: World | None = None
+) -> Operation[tuple[ArrayT, int]]: ...
+@accepts_tensors
+def isendrecv(
+    x: Array, dest: int, source: int | None, out: Array | None = None, tag: int = 0, world: World | None = None
+) -> Operation[Any]:
+    """Start a `sendrecv`, with the same arguments and errors; ``x`` may not change before the end."""
+    world = ranks_of(world)
+    receiving = _Receiving(out, source, tag, world)
+    requests, dest = _sent(x, dest, tag, world)
+
+    def steps() -> StepsTo[Any]:
+        received = yield from receiving.steps()
+        yield requests
+        return received
+
+    name = f"send to rank {dest} and {receiving.name}"
+    return ProgressEngine.of(world).start(name, steps(), x, receiving.peers)
+
+
 class _Receive:
     """A receive that has been started; its message is here once `request` is set."""
 

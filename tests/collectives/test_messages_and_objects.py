@@ -43,6 +43,9 @@ def test_a_ring_of_long_and_short_messages(count):
         x, out = np.arange(count) + me, np.zeros(count, int)
         assert hpcdp.sendrecv(x, (me + 1) % n, (me - 1) % n, out, world=world) is out
         np.testing.assert_array_equal(out, np.arange(count) + (me - 1) % n)
+        started = [hpcdp.isendrecv(x + 10 * i, (me + 1) % n, (me - 1) % n, tag=7, world=world) for i in range(3)]
+        for i in (2, 0, 1):
+            np.testing.assert_array_equal(started[i].wait(), np.arange(count) + (me - 1) % n + 10 * i)
 
     for n in (1, 2, 3):
         thread_comm.run(n, rank)
