@@ -437,7 +437,7 @@ def parser() -> Parser:
         metavar="RANK",
         help="root of broadcast and reduce (default: 0)",
     )
-    add("-l", "--in-place", action="store_true", help="no effect: collectives are always in place")
+    add("-l", "--in-place", action="store_true", help="no effect: OSU's columns are in place, NCCL's have both")
     add(
         "-W", "--window-size", dest="window", type=int, default=64, metavar="N", help="messages in flight (default: 64)"
     )
