@@ -155,7 +155,7 @@ def test_an_earlier_run_is_not_overwritten_unless_asked_which_repeats_it_on_thre
     refused = train(tmp_path, *arguments)
     assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)
     assert "run folder exists and is not empty" in refused.stderr
-    assert "choose another --run-dir, or add --overwrite" in refused.stderr
+    assert "choose another --run-dir, or add --resume auto or --overwrite" in refused.stderr
     assert contents(tmp_path / "a") == before
     monkeypatch.setitem(ENVIRONMENT, "HPCDP_RANKS_PER_NODE", "2")
     done = train(tmp_path, *arguments, "--overwrite")
