@@ -46,8 +46,8 @@ T = TypeVar("T")
 _MOVED: Any = object()
 """Replaces the op of collectives that move data without reducing it."""
 
-_OF_ANY_LENGTH = ("auto", *registry.MOVEMENTS["allgatherv"])
-"""The algorithms of an allgather whose arrays may differ in the length of axis 0."""
+_OF_ONE_LENGTH = set(registry.ALGORITHMS["allgather"]) - set(registry.MOVEMENTS["allgatherv"])
+"""The algorithms of an allgather whose arrays may not differ in the length of axis 0."""
 _MOST_PLANS = 4096
 _NO_PLANS: dict[object, Any] = {}
 
@@ -310,7 +310,7 @@ def allgather(x: ArrayT, world: World | None = None, algorithm: str = "auto", ou
         UnsupportedError: as `allreduce`, or x has another size than its shard of ``out``.
         MismatchError: ranks differ in dtype, another axis or operation; the same error on every rank.
     """
-    if out is None and algorithm in _OF_ANY_LENGTH:
+    if out is None and algorithm not in _OF_ONE_LENGTH:
         return data_movement.run("allgather", world, x, algorithm)
     world = ranks_of(world)
     if out is not None and _are_plain(x, out) and x.size * world.size == out.size and x.dtype == out.dtype:
@@ -333,7 +333,7 @@ def iallgather(
     x: ArrayT, world: World | None = None, algorithm: str = "auto", out: ArrayT | None = None
 ) -> Operation[ArrayT]:
     """Start an `allgather`, with the same arguments and errors; see `iallreduce`."""
-    if out is None and algorithm in _OF_ANY_LENGTH:
+    if out is None and algorithm not in _OF_ONE_LENGTH:
         return data_movement.start("iallgather", world, x, algorithm)
     world = ranks_of(world)
     host, gathered, out = _gathered("iallgather", x, world, out)

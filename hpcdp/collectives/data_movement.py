@@ -418,7 +418,8 @@ def _steps_of(exchange: Exchange, world: World) -> StepsTo[Any]:
 
 def allgather_exchange(name: str, world: World, x: Array, algorithm: str, out: Array | None, *facts: str) -> Exchange:
     """Return the exchange of an allgather; all ranks must pass the same ``facts``."""
-    _check_algorithm(name, algorithm, registry.movements("allgatherv", world))
+    others = [known for known in registry.ALGORITHMS["allgather"] if known not in registry.MOVEMENTS["allgatherv"]]
+    _check_algorithm(name, algorithm, registry.movements("allgatherv", world), others)
     host = np.atleast_1d(movable(name, x))
     row, dtype = host.shape[1:], host.dtype
 
@@ -433,9 +434,10 @@ def allgather_exchange(name: str, world: World, x: Array, algorithm: str, out: A
     )
 
 
-def _check_algorithm(name: str, algorithm: str, usable: Sequence[str]) -> None:
+def _check_algorithm(name: str, algorithm: str, usable: Sequence[str], others: Sequence[str] = ()) -> None:
     if algorithm not in ("auto", *usable):
-        raise UnsupportedError(name, where="algorithm", expected=choices(["auto", *usable]), got=repr(algorithm))
+        expected = choices(["auto", *usable, *others])
+        raise UnsupportedError(name, where="algorithm", expected=expected, got=repr(algorithm))
 
 
 def _algorithm_named(algorithm: str) -> list[str]:

@@ -495,7 +495,7 @@ def prepare(world: World) -> None:
     memory = world.node_memory
     if memory.size != world.size:
         raise UnsupportedError(
-            "allreduce", where="algorithm='shared'", expected="one node whose ranks share memory",
+            "collective", where="algorithm='shared'", expected="one node whose ranks share memory",
             remedy="use algorithm='auto'",
             got=f"{world.num_nodes} nodes, {memory.size} of {world.size} ranks share memory",
         )  # fmt: skip

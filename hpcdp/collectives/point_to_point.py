@@ -255,6 +255,8 @@ def sendrecv(
         HpcdpError: as `send` and `recv`.
     """
     world = ranks_of(world)
+    if source is not None:
+        checked_root("recv", source, world, "source")  # before x is sent
     requests, dest = _sent(x, dest, tag, world)
     received = recv(out, source, tag, world)
     if not all(request.test() for request in requests):

@@ -506,6 +506,10 @@ class _Blocks:
         return sides
 
 
+class _Differs(Exception):
+    """Ranks have made different calls."""
+
+
 class ByMessages:
     """Comparison by messages between pairs of ranks, at distances 1, 2, 4 and so on.
 
@@ -532,9 +536,12 @@ class ByMessages:
         """
         tag = self._next_tag()
         if not self._pairs or (total is not None and total.nbytes > MOST_NBYTES):
-            for stage in self._exchange(call, tag, self._blocks, total, op):
-                for request in stage:
-                    request.wait()
+            try:
+                for stage in self._exchange(call, tag, self._blocks, total, op):
+                    for request in stage:
+                        request.wait()
+            except _Differs:
+                self._raise_difference(call)
             return
         mine, theirs = self._blocks.sides_of(total)
         signature, swap = call.signature, self._comm.swap
@@ -554,11 +561,15 @@ class ByMessages:
         """Return `agree` as resumable steps. Steps that follow it in an algorithm run in the order of the calls."""
         exchange = self._exchange(call, self._next_tag(), _Blocks(), total, op)
         self._tickets += 1
-        return self._in_order(exchange, self._tickets - 1)
+        return self._in_order(exchange, call, self._tickets - 1)
 
-    def _in_order(self, exchange: Steps, ticket: int) -> Steps:
+    def _in_order(self, exchange: Steps, call: Call, ticket: int) -> Steps:
         try:
             yield from exchange
+        except _Differs:  # ranks compare the calls of one exchange after another: they exchange texts without a tag
+            if self._served != ticket:
+                yield [PolledRequest(lambda: self._served == ticket)]
+            self._raise_difference(call)
         finally:  # if this exchange fails, later ones fail as well
             if self._served != ticket:
                 yield [PolledRequest(lambda: self._served == ticket)]
@@ -601,7 +612,7 @@ class ByMessages:
             elif total is not None:
                 self._reduce(total, theirs.body, peer, op)
         if mine.header[0] != signature:
-            self._raise_difference(call)
+            raise _Differs
 
     def _reduce(self, total: np.ndarray, other: np.ndarray, peer: int, op: Any) -> None:
         """Reduce ``other`` of rank ``peer`` into ``total``, the lower rank's operand first: the same bits on both."""

@@ -10,7 +10,8 @@ from raises import raises
 
 from hpcdp.collectives import ALGORITHMS, Monoid, allgather, allreduce, broadcast, iallreduce, reduce, reduce_scatter
 from hpcdp.comm import init, thread_comm
-from hpcdp.comm.consistency import require_same
+from hpcdp.comm.consistency import Call, Calls, require_same
+from hpcdp.comm.tasks import TaskGroup
 from hpcdp.errors import HpcdpError, MismatchError, UnsupportedError
 
 COLLECTIVES = {
@@ -473,6 +474,37 @@ def test_what_is_under_way_ends_as_it_should_beside_calls_that_differ():
 
     for nodes in (None, 1):
         assert thread_comm.run(3, rank, nodes) == [[True] * 3] * 3
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_texts_of_two_calls_that_differ_do_not_cross(n):
+    """Though their comparisons end in another order on each rank."""
+
+    def rank(world):
+        compare, errors = Calls.of(world).messages, []
+
+        def caught(steps):
+            try:
+                yield from steps
+            except MismatchError as error:
+                errors.append(str(error))
+
+        odd = world.rank == n - 1
+        both = [caught(compare.steps(Call(name, f"{name} {world.rank if odd else 0}"))) for name in ("one", "two")]
+        begun = [(next(steps), steps) for steps in both]
+        world.comm.barrier()  # all messages of the first round are here
+
+        def resumed(stage, steps):
+            yield stage
+            yield from steps
+
+        TaskGroup(itertools.starmap(resumed, begun if odd else begun[::-1])).wait()
+        return errors
+
+    found = thread_comm.run(n, rank, 1)
+    assert found == [found[0]] * n
+    assert [error.split()[0] for error in found[0]] == ["one", "two"]
+    assert all(f"rank {n - 1}" in error for error in found[0])
 
 
 def test_functions_that_are_not_one_object_and_parts_of_other_sizes_are_alike():

@@ -23,7 +23,7 @@ def test_nothing_is_sent():
 
 
 def test_several_nodes_are_refused_by_name():
-    with raises(UnsupportedError, operation="allreduce", where="algorithm='shared'", got=2):
+    with raises(UnsupportedError, operation="collective", where="algorithm='shared'", got=2):
         thread_comm.run(4, lambda world: allreduce(np.zeros(3), world=world, algorithm="shared"), ranks_per_node=2)
 
 
