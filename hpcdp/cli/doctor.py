@@ -330,7 +330,8 @@ def check_library() -> Finding:
 
 def _remedy_of_loading(library: Path, said: str) -> str:
     if "libmpi.so.12: cannot open" in said and library.exists():  # by that name mpi4py's wheel asks for MPICH
-        return f"mkdir -p ~/mpi; ln -s {library} ~/mpi/libmpi.so.12; export MPI4PY_LIBMPI=~/mpi LD_LIBRARY_PATH=~/mpi"
+        link = "~/mpi/libmpi.so.12"
+        return f"mkdir -p ~/mpi; ln -s {library} {link}; export MPI4PY_LIBMPI={link} LD_LIBRARY_PATH=~/mpi"
     return "reinstall it, or load the module of the site's MPI"
 
 
