@@ -58,6 +58,6 @@ def test_a_wrong_setting_is_a_line_and_status_2(two_hosts: Cluster) -> None:
     done = two_hosts.mpirun(1, hpcdp("train", "lenett", "--data", "digits"))
     assert done.returncode == 2
     assert {line for line in done.stderr.splitlines() if line.startswith("hpcdp: ")} == {
-        f"hpcdp: model: expected one of {', '.join(MODELS)}, got 'lenett'; did you mean 'lenet'?"
+        f"hpcdp: unknown model 'lenett'; did you mean 'lenet'? valid: {', '.join(MODELS)}"
     }
     assert "Traceback" not in done.stderr
