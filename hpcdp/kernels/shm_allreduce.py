@@ -450,30 +450,30 @@ def sum_to_owners(staging, counters, state, kind, prescale, divisor, factor, x, 
         met = _all_arrived(counters, n, state, kind)
         if met != DONE:
             return met
-        count = min(width, out.size - start)
-        if n == 2 and count > 0:
+        count = max(0, min(width, out.size - start))
+        if n == 2:
             mine, place = x[own + start : own + start + count], me * width
             _sum_of_two(out[start : start + count], mine, half[1 - me, place : place + count], before, after)
-            count = 0
-        for first in range(0, count, _BLOCK):
-            last = min(first + _BLOCK, count)
-            block = partial[: last - first]
-            mine = x[own + start + first : own + start + last]
-            place = me * width + first
-            if me == 0:
-                _scaled_copy(block, mine, before)
-            else:
-                _copy(block, half[0, place : place + last - first])
-            for rank in range(1, n):
-                if rank == me:
-                    _add(block, mine, before)
+        else:
+            for first in range(0, count, _BLOCK):
+                last = min(first + _BLOCK, count)
+                block = partial[: last - first]
+                mine = x[own + start + first : own + start + last]
+                place = me * width + first
+                if me == 0:
+                    _scaled_copy(block, mine, before)
                 else:
-                    _add(block, half[rank, place : place + last - first], x.dtype.type(1))
-            _finish(block, over, after)
-            _copy(out[start + first : start + last], block)
-            for rank in range(n):
-                if rank != me:
-                    _take_lines(half[rank, place : place + last - first], block)
+                    _copy(block, half[0, place : place + last - first])
+                for rank in range(1, n):
+                    if rank == me:
+                        _add(block, mine, before)
+                    else:
+                        _add(block, half[rank, place : place + last - first], x.dtype.type(1))
+                _finish(block, over, after)
+                _copy(out[start + first : start + last], block)
+                for rank in range(n):
+                    if rank != me:
+                        _take_lines(half[rank, place : place + last - first], block)
         _finish_chunk(state, start + width)
     state[POSITION] = 0
     return DONE
