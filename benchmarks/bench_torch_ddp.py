@@ -28,7 +28,7 @@ import numpy as np
 from bench_harness import programs
 from bench_harness.cluster import add_options, measure_places, where
 from bench_harness.figures import largest_difference, write_json
-from bench_harness.peers import CLASSES, CONTEXT, MODELS, VOCABULARY, Gloo, Model, require_torch, training_step
+from bench_harness.peers import CLASSES, CONTEXT, MODELS, VOCABULARY, Gloo, Model, require_torch, sharded, training_step
 from hpcdp import comm
 from hpcdp.bench.measure import check_writable, describe, median_ratio, pin_to_own_core
 from hpcdp.core.checks import check_name
@@ -70,11 +70,7 @@ def step_of(name: str, model: Model, batches: list[tuple[Any, Any]], world: comm
     settings = {"lr": _LR, "momentum": _MOMENTUM}
     if name in (FSDP, FSDP_BACKEND):
         mesh = torch.distributed.DeviceMesh.from_group(_group_of(name), "cpu")
-        fsdp = importlib.import_module("torch.distributed.fsdp")
-        for layer in net.children() if len(list(net.children())) > 1 else ():
-            if list(layer.parameters()):
-                fsdp.fully_shard(layer, mesh=mesh)
-        wrapped = fsdp.fully_shard(net, mesh=mesh)
+        wrapped = sharded(net, mesh)
     elif name in (RANK, SHARD):
         hpcdp_torch = importlib.import_module("hpcdp.torch")
         wrapped = hpcdp_torch.DistributedDataParallel(net, world, owner="rank" if name == RANK else "shard")

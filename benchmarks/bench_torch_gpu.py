@@ -19,7 +19,7 @@ import numpy as np
 
 from bench_harness import programs
 from bench_harness.figures import largest_difference, write_json
-from bench_harness.peers import CLASSES, MODELS, require_torch, training_step
+from bench_harness.peers import CLASSES, MODELS, require_torch, sharded, training_step
 from hpcdp import comm, torch_backend
 from hpcdp.bench.measure import check_writable, describe
 from hpcdp.launch.parser import Parser, at_least
@@ -52,13 +52,9 @@ def step_of(wrapper: str, model: str, batches: list[tuple[Any, Any]], device: st
     if wrapper == "DDP":
         net = torch.nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
     elif wrapper == "FSDP2":
-        fully_shard = importlib.import_module("torch.distributed.fsdp").fully_shard
         device_mesh = importlib.import_module("torch.distributed.device_mesh")
         mesh = device_mesh.init_device_mesh(device, (torch.distributed.get_world_size(),))
-        for layer in net.children():
-            if next(layer.parameters(), None) is not None:
-                fully_shard(layer, mesh=mesh)
-        fully_shard(net, mesh=mesh)
+        sharded(net, mesh)
     return training_step(net, torch.optim.SGD(net.parameters(), lr=_LR, momentum=_MOMENTUM), batches)
 
 

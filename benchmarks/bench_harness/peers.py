@@ -199,6 +199,15 @@ def _bert(nn: Any) -> Any:
     return Bert()
 
 
+def sharded(net: Any, mesh: Any) -> Any:
+    """Shard each layer of ``net``, and the rest of it, by FSDP2 over the ranks of ``mesh``; return ``net``."""
+    fully_shard = importlib.import_module("torch.distributed.fsdp").fully_shard
+    layers = [layer for layer in net.children() if next(layer.parameters(), None) is not None]
+    for layer in layers if len(layers) > 1 else ():
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(net, mesh=mesh)
+
+
 def training_step(model: Any, optimizer: Any, batches: list[tuple[Any, Any]]) -> Callable[[int], Any]:
     """Return a function that trains on batch ``i`` and returns this rank's loss, without waiting for a GPU."""
     torch: Any = importlib.import_module("torch")
