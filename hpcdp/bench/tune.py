@@ -545,7 +545,7 @@ def tune(world: World, effort: Effort, dry_run: bool = False, collectives: Seque
         title = textwrap.wrap(f"# {collective}: {', '.join(names)}", 80, subsequent_indent="# ")
         _say(world, ["", *title, heading(baseline)])
         incumbent = baseline
-        parts = world.size if collective in ("allgather", *BLOCKS) else 1
+        parts = _parts(collective, world)
         for nbytes in dict.fromkeys(max(1, size // 4 // parts) * 4 * parts for size in effort.sizes):
             row = measure(world, collective, names, nbytes, effort)
             incumbent = row["chosen"] = chosen(row["gain"], incumbent, baseline)
@@ -594,6 +594,11 @@ def usable(world: World, collective: str) -> list[str]:
     return names
 
 
+def _parts(collective: str, world: World) -> int:
+    """Return the number of equal parts of an array that a collective gathers or moves."""
+    return world.size if collective in ("allgather", *BLOCKS) else 1
+
+
 def measure(world: World, collective: str, names: Sequence[str], nbytes: int, effort: Effort) -> dict[str, Any]:
     """Time the algorithms at one size; every rank must call, and gets the same result.
 
@@ -611,7 +616,7 @@ def measure(world: World, collective: str, names: Sequence[str], nbytes: int, ef
         slow as the fastest in the first timing, and not slower than the baseline in 75% of the turns.
     """
     how = CollectiveSweep(collective, np.dtype(np.float32))
-    count = nbytes // 4 // (world.size if collective in ("allgather", *BLOCKS) else 1)
+    count = nbytes // 4 // _parts(collective, world)
     baseline = registry.baseline_of(collective)
     buffers = Buffers(how, count, world)
 

@@ -46,8 +46,6 @@ T = TypeVar("T")
 _MOVED: Any = object()
 """Replaces the op of collectives that move data without reducing it."""
 
-_OF_ONE_LENGTH = set(registry.ALGORITHMS["allgather"]) - set(registry.MOVEMENTS["allgatherv"])
-"""The algorithms of an allgather whose arrays may not differ in the length of axis 0."""
 _MOST_PLANS = 4096
 _NO_PLANS: dict[object, Any] = {}
 
@@ -310,7 +308,7 @@ def allgather(x: ArrayT, world: World | None = None, algorithm: str = "auto", ou
         UnsupportedError: as `allreduce`, or x has another size than its shard of ``out``.
         MismatchError: ranks differ in dtype, another axis or operation; the same error on every rank.
     """
-    if out is None and algorithm not in _OF_ONE_LENGTH:
+    if out is None and algorithm not in data_movement.OF_ONE_LENGTH:
         return data_movement.run("allgather", world, x, algorithm)
     world = ranks_of(world)
     if out is not None and _are_plain(x, out) and x.size * world.size == out.size and x.dtype == out.dtype:
@@ -333,7 +331,7 @@ def iallgather(
     x: ArrayT, world: World | None = None, algorithm: str = "auto", out: ArrayT | None = None
 ) -> Operation[ArrayT]:
     """Start an `allgather`, with the same arguments and errors; see `iallreduce`."""
-    if out is None and algorithm not in _OF_ONE_LENGTH:
+    if out is None and algorithm not in data_movement.OF_ONE_LENGTH:
         return data_movement.start("iallgather", world, x, algorithm)
     world = ranks_of(world)
     host, gathered, out = _gathered("iallgather", x, world, out)
@@ -455,15 +453,10 @@ def reduce(
     world = ranks_of(world)
     root = checked_root("reduce", root, world)
     is_root = world.rank == root
-    if _are_plain(x, out if is_root and out is not None else x) and protection_of(x) is None:
+    target = out if is_root and out is not None else x
+    if _are_plain(x, target) and target.shape == x.shape and target.dtype == x.dtype and protection_of(x) is None:
         plan = _planned("reduce", x, op, algorithm, world, root, prescale, postscale)
-        target = out if is_root and out is not None else x
-        if (
-            plan.bound is not None
-            and target.shape == x.shape
-            and target.dtype == x.dtype
-            and protection_of(target) is None
-        ):
+        if plan.bound is not None and protection_of(target) is None:
             if target is not x:
                 target[...] = x
             plan.run(world, flat(target if is_root else x.copy()), root)

@@ -198,8 +198,7 @@ def _load(source: np.ndarray, dest: np.ndarray, topology: Topology) -> Load:
 @lru_cache
 def neighbors(topology: Topology) -> Load:
     """Return the load of a ring step: a message from every rank to the next."""
-    ranks = np.arange(topology.ranks)
-    return _load(ranks, np.roll(ranks, -1), topology)
+    return shifted(topology, 1)
 
 
 @lru_cache
@@ -263,6 +262,10 @@ Formula = Callable[[float, Topology, MachineModel], Cost]
 
 def _busy(seconds: float) -> Cost:
     return Cost(seconds, 0.0, seconds)
+
+
+def _copied(nbytes: float, of: MachineModel) -> Cost:
+    return _busy(nbytes * of.copy_s_per_byte)
 
 
 def _reduced(nbytes: float, of: MachineModel) -> Cost:
@@ -404,7 +407,7 @@ def _shared_reduce_scatter(nbytes: float, on: Topology, of: MachineModel) -> Cos
 
 def _shared(nbytes: float, on: Topology, of: MachineModel) -> Cost:
     """Cost of `_shared_reduce_scatter` and an allgather in memory, (n - 1) / n S copied back."""
-    return _shared_reduce_scatter(nbytes, on, of) + _busy((on.ranks - 1) / on.ranks * nbytes * of.copy_s_per_byte)
+    return _shared_reduce_scatter(nbytes, on, of) + _copied((on.ranks - 1) / on.ranks * nbytes, of)
 
 
 def _shared_allgather(nbytes: float, on: Topology, of: MachineModel) -> Cost:
@@ -415,7 +418,7 @@ def _shared_allgather(nbytes: float, on: Topology, of: MachineModel) -> Cost:
 
 def _shared_broadcast(nbytes: float, on: Topology, of: MachineModel) -> Cost:
     """1 wait a chunk, S staged by the root, and S copied by the others."""
-    return _shared_allgather(nbytes, on, of) + _busy(nbytes * of.copy_s_per_byte)
+    return _shared_allgather(nbytes, on, of) + _copied(nbytes, of)
 
 
 def _shared_exchange(nbytes: float, on: Topology, of: MachineModel) -> Cost:
@@ -428,10 +431,6 @@ def _shared_rooted(nbytes: float, on: Topology, of: MachineModel) -> Cost:
     """2 waits and one a chunk, S staged by the root and copied by the others, or S / n staged and S copied."""
     chunks = max(1, -(-int(nbytes) // intra_node.CHUNK_NBYTES))
     return _busy((chunks + 2) * of.wait_s + (on.ranks + 1) / on.ranks * nbytes * of.copy_s_per_byte)
-
-
-def _copied(nbytes: float, of: MachineModel) -> Cost:
-    return _busy(nbytes * of.copy_s_per_byte)
 
 
 def _pairwise(nbytes: float, on: Topology, of: MachineModel) -> Cost:
@@ -479,7 +478,7 @@ def _hierarchical(nbytes: float, on: Topology, of: MachineModel) -> Cost:
         return _ring(nbytes, on, of)
     m, most = on.nodes, max(on.local_sizes)
     rails = min(on.local_sizes) if on.shared_memory else 1
-    memory = 2 * _busy(nbytes * of.copy_s_per_byte) + (most - 1) * _reduced(nbytes / rails, of)
+    memory = 2 * _copied(nbytes, of) + (most - 1) * _reduced(nbytes / rails, of)
     step = Load(rails, 0).cost(nbytes / rails / m, of) if m > 1 else Cost()
     network = 2 * (m - 1) * step + (m - 1) * _reduced(nbytes / rails / m, of)
     return memory + 3 * _busy(of.wait_s + of.message_s) + network
@@ -496,7 +495,7 @@ def _halving_gather(nbytes: float, on: Topology, of: MachineModel) -> Cost:
 
 
 def _by_node_allgather(nbytes: float, on: Topology, of: MachineModel) -> Cost:
-    """M - 1 messages of S / n to other nodes of k ranks, beside k - 1 in the node, and then k - 1 of S / k."""
+    """Cost m - 1 messages of S / n to other nodes of k ranks, beside k - 1 in the node, and then k - 1 of S / k."""
     k, m = max(on.local_sizes), on.nodes
     sent = Load(k * (m - 1), k * (k - 1), m + k - 2).cost(nbytes / on.ranks, of)
     passed_on = Load(0, k * (k - 1), k - 1).cost(nbytes * (m - 1) / m / k, of)

@@ -43,6 +43,8 @@ def _none(_: Any) -> None:
     return None
 
 
+OF_ONE_LENGTH = [name for name in registry.ALGORITHMS["allgather"] if name not in registry.MOVEMENTS["allgatherv"]]
+"""The algorithms of an allgather whose arrays may not differ in the length of axis 0."""
 _MOST_AXES = 64
 """The most axes of a NumPy array."""
 
@@ -418,8 +420,7 @@ def _steps_of(exchange: Exchange, world: World) -> StepsTo[Any]:
 
 def allgather_exchange(name: str, world: World, x: Array, algorithm: str, out: Array | None, *facts: str) -> Exchange:
     """Return the exchange of an allgather; all ranks must pass the same ``facts``."""
-    others = [known for known in registry.ALGORITHMS["allgather"] if known not in registry.MOVEMENTS["allgatherv"]]
-    _check_algorithm(name, algorithm, registry.movements("allgatherv", world), others)
+    _check_algorithm(name, algorithm, registry.movements("allgatherv", world), OF_ONE_LENGTH)
     host = np.atleast_1d(movable(name, x))
     row, dtype = host.shape[1:], host.dtype
 

@@ -53,7 +53,7 @@ STAGED_NBYTES = 8 << 10
 by a system call that costs less than a second copy.
 """
 STAGED_BY_TWO_NBYTES, STAGED_AGAIN_BY_TWO_NBYTES = 128 << 10, 1 << 20
-"""The same for two ranks, whose reader leaves the staged lines to their rank (`shm_allreduce._LINE_NBYTES`), and for
+"""The same for two ranks, of which the reader writes to the staged cache lines (`shm_allreduce._LINE_NBYTES`), and for
 their repeated calls, which do not stage what no other rank needs.
 """
 _MARK_NBYTES, _MEET = 64, Call("preparation of the node's memory")

@@ -69,8 +69,7 @@ def send(x: Array, dest: int, tag: int = 0, world: World | None = None) -> None:
     """
     world = ranks_of(world)
     requests, dest = _sent(x, dest, tag, world)
-    if not all(request.test() for request in requests):
-        ProgressEngine.of(world).run(f"send to rank {dest}", _when_complete(requests), x, [dest])
+    _wait_for_sent(requests, x, dest, world)
 
 
 @accepts_tensors
@@ -108,6 +107,11 @@ def _sent(x: Array, dest: int, tag: int, world: World) -> tuple[list[Request], i
     return [comm.isend_whole(message, dest, _tag(comm, tag, 0))], dest
 
 
+def _wait_for_sent(requests: list[Request], x: Array, dest: int, world: World) -> None:
+    if not all(request.test() for request in requests):
+        ProgressEngine.of(world).run(f"send to rank {dest}", _when_complete(requests), x, [dest])
+
+
 def _when_complete(requests: list[Request]) -> StepsTo[None]:
     yield requests
 
@@ -140,11 +144,7 @@ def recv(out: Array | None = None, source: int | None = 0, tag: int = 0, world: 
         ConfigError: the tag is not valid.
     """
     world = ranks_of(world)
-    progress = ProgressEngine.of(world)
-    receiving = _Receiving(out, source, tag, world)
-    if not progress.active.running and receiving.is_here_soon():
-        return receiving.result()
-    return progress.run(receiving.name, receiving.steps(), out, receiving.peers)
+    return _Receiving(out, source, tag, world).run(world)
 
 
 @overload
@@ -188,7 +188,14 @@ class _Receiving:
         """The name in reports."""
         return "recv from any rank" if self._source is None else f"recv from rank {self._source}"
 
-    def is_here_soon(self) -> bool:
+    def run(self, world: World) -> Any:
+        """Receive, blocking; return what `recv` returns."""
+        progress = ProgressEngine.of(world)
+        if not progress.active.running and self._is_here_soon():
+            return self.result()
+        return progress.run(self.name, self.steps(), self._out, self.peers)
+
+    def _is_here_soon(self) -> bool:
         """Start it; return whether a short message for it arrives while this thread spins, as most do."""
         receive, inbox = self._inbox.post(self._out, self._source), self._inbox
         self._receive = receive
@@ -203,7 +210,7 @@ class _Receiving:
         return False
 
     def steps(self) -> StepsTo[Any]:
-        """Run the receive as an algorithm, also after `is_here_soon`."""
+        """Run the receive as an algorithm, also after `_is_here_soon`."""
         # In the first step, during which no other thread starts an operation.
         receive, inbox = self._receive or self._inbox.post(self._out, self._source), self._inbox
         self._receive = receive
@@ -255,12 +262,10 @@ def sendrecv(
         HpcdpError: as `send` and `recv`.
     """
     world = ranks_of(world)
-    if source is not None:
-        checked_root("recv", source, world, "source")  # before x is sent
+    receiving = _Receiving(out, source, tag, world)
     requests, dest = _sent(x, dest, tag, world)
-    received = recv(out, source, tag, world)
-    if not all(request.test() for request in requests):
-        ProgressEngine.of(world).run(f"send to rank {dest}", _when_complete(requests), x, [dest])
+    received = receiving.run(world)
+    _wait_for_sent(requests, x, dest, world)
     return received
 
 
