@@ -290,7 +290,7 @@ _TURNS, _TURN_S = 5, 0.02
 _MODELS: dict[str, tuple[int, ...]] = {"lenet": (1, 28, 28), "resnet18_cifar": (3, 32, 32), "gpt": (1024,)}
 """The networks by name, with the shape of their samples: images, or tokens."""
 _DTYPES = ("float32", "bfloat16")
-"""Of weights, activations and gradients; the GPT has bfloat16 alone."""
+"""The dtypes of weights, activations and gradients; the GPT has bfloat16 alone."""
 _IMAGES_PER_TEXT = 32
 """The number of images in a batch for each text."""
 

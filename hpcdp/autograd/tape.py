@@ -419,7 +419,7 @@ class NumberHeads:
         for source in node.inputs:
             if isinstance(source, Node) and math.prod(source.shape) > 1:
                 below = (node for node in source.inputs if isinstance(node, Node))
-                # Of a square operand the last axis was reduced, as by the losses of as many samples as classes.
+                # The last axis of a square operand was reduced, as by the losses of as many samples as classes.
                 if not any(node.shape[1:] == source.shape != node.shape[:-1] for node in below):
                     self.reductions.append((gy, source.shape))
 

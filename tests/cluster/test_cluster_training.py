@@ -25,7 +25,7 @@ def trained(cluster: Cluster, ranks_per_node: int | list[int], name: str, *argum
 
 
 def check_lenet(folder: Path, shown: str, ranks: int) -> None:
-    """That it has learned, over all ranks together, and that its report is whole."""
+    """Check that it has learned, over all ranks together, and that its report is whole."""
     epochs = [record for record in read_metrics(folder / "metrics.jsonl") if record["kind"] == "epoch"]
     assert [record["samples"] for record in epochs] == [1438] * 3
     assert epochs[-1]["test_accuracy"] > 0.9
