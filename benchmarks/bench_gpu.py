@@ -31,7 +31,7 @@ from bench_harness import programs
 from bench_harness.report import failed, gpu_verdicts, line_of_model, of_targets
 from hpcdp.bench.measure import as_json, check_writable, parse_size, write
 from hpcdp.comm import world
-from hpcdp.core.devices import gpu
+from hpcdp.core.arrays import gpu
 from hpcdp.core.environment import launched_ranks
 from hpcdp.errors import ConfigError
 from hpcdp.launch.parser import Parser, at_least

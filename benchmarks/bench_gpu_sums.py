@@ -31,8 +31,7 @@ from hpcdp.comm.gpu_rows.cuda_ipc import CudaIpc
 from hpcdp.comm.gpu_rows.nccl import Nccl
 from hpcdp.comm.gpu_rows.transport import NodeRows, RowSize, lone_rows, offers, own_offer
 from hpcdp.comm.tasks import run_until_complete
-from hpcdp.core.arrays import Array, to_host
-from hpcdp.core.devices import Streams
+from hpcdp.core.arrays import Array, Streams, to_host
 from hpcdp.data_parallel.gpu_reduction import Staging
 from hpcdp.errors import DeviceError
 from hpcdp.launch.parser import Parser

@@ -77,8 +77,8 @@ if TYPE_CHECKING:
     from .comm.startup import init
     from .comm.world import World
     from .compression import Compression
-    from .core import devices
-    from .core.devices import Device, cpu, gpu
+    from .core import arrays as devices
+    from .core.arrays import Device, cpu, gpu
     from .data_parallel.gradient_policy import Policy
     from .errors import HpcdpError
     from .train.trainer import Trainer
@@ -159,7 +159,7 @@ __all__ = [
 
 _HOMES = {
     "Compression": "hpcdp.compression",
-    "Device": "hpcdp.core.devices",
+    "Device": "hpcdp.core.arrays",
     "HpcdpError": "hpcdp.errors",
     "Monoid": "hpcdp.collectives",
     "Policy": "hpcdp.data_parallel.gradient_policy",
@@ -172,10 +172,10 @@ _HOMES = {
     "barrier": "hpcdp.collectives",
     "broadcast": "hpcdp.collectives",
     "broadcast_object": "hpcdp.collectives",
-    "cpu": "hpcdp.core.devices",
+    "cpu": "hpcdp.core.arrays",
     "gather": "hpcdp.collectives",
     "gather_object": "hpcdp.collectives",
-    "gpu": "hpcdp.core.devices",
+    "gpu": "hpcdp.core.arrays",
     "grouped_allgather": "hpcdp.collectives",
     "grouped_allreduce": "hpcdp.collectives",
     "grouped_broadcast": "hpcdp.collectives",
@@ -228,7 +228,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         value = getattr(importlib.import_module(_HOMES[name]), name)
     else:
-        value = importlib.import_module("hpcdp.core.devices" if name == "devices" else f"hpcdp.{name}")
+        value = importlib.import_module("hpcdp.core.arrays" if name == "devices" else f"hpcdp.{name}")
     globals()[name] = value
     return value
 

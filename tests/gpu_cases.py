@@ -21,8 +21,7 @@ from hpcdp.comm.gpu_rows.cuda_ipc import CudaIpc
 from hpcdp.comm.gpu_rows.nccl import Nccl
 from hpcdp.comm.gpu_rows.transport import RowSize, offers, own_offer, parts_of
 from hpcdp.comm.tasks import run_until_complete
-from hpcdp.core.arrays import dtype_of, from_host, to_host
-from hpcdp.core.devices import Device, Streams, cpu
+from hpcdp.core.arrays import Device, Streams, cpu, dtype_of, from_host, to_host
 from hpcdp.data_parallel import Reducer, buckets
 from hpcdp.errors import DeviceError
 from hpcdp.kernels.cuda import cudnn_conv

@@ -5,7 +5,7 @@ import numpy as np
 from hpcdp.comm import world as comm_world
 from hpcdp.comm.gpu_rows.transport import GpuTransport
 from hpcdp.comm.world import Gpu
-from hpcdp.core.devices import gpu
+from hpcdp.core.arrays import gpu
 
 SHAPES = [(7, 3), (5,), (40, 30), (1,), (3000,)]
 

@@ -24,7 +24,7 @@ from bench_harness.verdicts import (
     where,
 )
 from hpcdp.bench.measure import format_size
-from hpcdp.core.devices import cuda_release
+from hpcdp.core.arrays import cuda_release
 
 
 def software(machine: dict[str, Any]) -> list[str]:

@@ -20,8 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.arrays import Array
-from ..core.devices import Device, Streams
+from ..core.arrays import Array, Device, Streams
 from ..engine import Engine, Variable
 from ..errors import ConfigError, HpcdpError
 from .tape import Operator, catch_up, does_not_fit, first_on_gpu, modes, on_their_gpu

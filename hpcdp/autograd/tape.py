@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, Self, TypeVar
 
 import numpy as np
 
-from ..core.arrays import Array, array_namespace, is_cupy, on_device_of
-from ..core.devices import Device, to_device_of
+from ..core.arrays import Array, Device, array_namespace, is_cupy, on_device_of, to_device_of
 from ..errors import ArrayMixError, HpcdpError, UnsupportedError, type_named
 from ..kernels import kernels_for
 from ..kernels.buffers import empty

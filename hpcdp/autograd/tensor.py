@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.arrays import Array, array_namespace, on_device_of, to_host
+from ..core.arrays import Array, array_namespace, on_device_of, to_host, values_on_device_of
 from ..core.checks import one_of
-from ..core.devices import values_on_device_of
 from ..core.state import refuse_change
 from ..errors import HpcdpError, UnsupportedError, shortened
 from .tape import Again, Gradient, GraphWalk, Node, Pullback, backward, catch_up, modes, pairs_of

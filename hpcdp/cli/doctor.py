@@ -48,7 +48,7 @@ NOT_INSTALLED = "not installed"
 _CUPY = """
 import warnings
 warnings.simplefilter("ignore")
-from hpcdp.core.devices import check_memory_limit, gpu
+from hpcdp.core.arrays import check_memory_limit, gpu
 check_memory_limit()
 import cupy
 from cupy.cuda import nccl

@@ -20,8 +20,20 @@ import numpy as np
 
 from ..comm import World, init
 from ..comm.tasks import Operation
-from ..core.arrays import Array, ArrayKind, copied_to_host, from_host, is_cupy, is_float, kinds, on_device_of, to_host
-from ..core.devices import Device, Streams, to_device_of
+from ..core.arrays import (
+    Array,
+    ArrayKind,
+    Device,
+    Streams,
+    copied_to_host,
+    from_host,
+    is_cupy,
+    is_float,
+    kinds,
+    on_device_of,
+    to_device_of,
+    to_host,
+)
 from ..core.state import refuse_change
 from ..errors import UnsupportedError
 

@@ -22,8 +22,8 @@ from weakref import WeakMethod
 
 import numpy as np
 
+from ..core.arrays import Device, cpu, cuda_release, gpu
 from ..core.checks import instance, whole_number, whole_numbers
-from ..core.devices import Device, cpu, cuda_release, gpu
 from ..engine import Engine
 from ..engine.engine import Trace
 from ..errors import ConfigError, DeviceError, UnsupportedError

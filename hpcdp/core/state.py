@@ -22,8 +22,7 @@ import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
 from ..errors import ConfigError, HpcdpError, type_named
-from .arrays import Array, on_device_of
-from .devices import to_device_of
+from .arrays import Array, on_device_of, to_device_of
 
 _held: dict[int, tuple[int, str]] = {}
 """The end address of each protected memory range, and the description of an array there, by its first address."""

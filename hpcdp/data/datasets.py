@@ -26,9 +26,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from ..core.arrays import Array
+from ..core.arrays import Array, Device, require_devices
 from ..core.checks import instance, is_number, part_of, whole_number
-from ..core.devices import Device, require_devices
 from ..core.files import require_file
 from ..core.hdf5 import damage_as_data_error, missing_source, open_to_read, require_inside, special_file
 from ..errors import ConfigError, DataError, HpcdpError, listed, shortened, type_named

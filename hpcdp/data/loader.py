@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.arrays import Array
+from ..core.arrays import Array, Device, Event, Streams
 from ..core.checks import function, instance, whole_number
-from ..core.devices import Device, Event, Streams
 from ..core.state import require_state
 from ..engine import Engine, Variable, default_engine
 from ..errors import ConfigError, type_named

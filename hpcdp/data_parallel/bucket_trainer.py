@@ -22,9 +22,8 @@ from ..comm import World, init
 from ..comm.consistency import on_every_rank, on_rank_0
 from ..compression import Compression, Settings
 from ..core import files
-from ..core.arrays import Array, from_host, is_cupy, on_device_of
+from ..core.arrays import Array, Device, Streams, from_host, is_cupy, on_device_of
 from ..core.checks import instance, number, one_of
-from ..core.devices import Device, Streams
 from ..core.state import FitsSaved, Saved, require_state
 from ..errors import ConfigError, HpcdpError, NonFiniteGradientError, StaleGradientError, warn
 from ..kernels.cuda.capture import numbers

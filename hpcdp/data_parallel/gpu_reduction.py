@@ -30,9 +30,8 @@ from ..comm.shared_memory import PrivateMemory
 from ..comm.tasks import LANES, TAGS, ProgressEngine, TaskGroup, in_lanes, segments, together
 from ..comm.watchdog import WatchedBarrier
 from ..compression import Codec, Compression, ErrorFeedback
-from ..core.arrays import Array
+from ..core.arrays import Array, Event, Stream, Streams, gpu
 from ..core.checks import choices
-from ..core.devices import Event, Stream, Streams, gpu
 from ..errors import DeviceError, UnsupportedError
 from . import host_reduction
 from .buckets import LINE_NBYTES, Bucket, Layout, Parameter, Slot

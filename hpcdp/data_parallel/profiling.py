@@ -28,7 +28,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from ..core.devices import Event, Streams
+from ..core.arrays import Event, Streams
 from ..errors import listed
 
 

@@ -18,9 +18,8 @@ from ..comm import World, init
 from ..comm.consistency import on_every_rank, require_same
 from ..comm.world import require_world
 from ..compression import Compression
-from ..core.arrays import Array, is_cupy, is_host, on_device_of
+from ..core.arrays import Array, Device, Stream, Streams, is_cupy, is_host, on_device_of
 from ..core.checks import one_of, whole_number
-from ..core.devices import Device, Stream, Streams
 from ..core.state import Part
 from ..engine import Engine, Variable
 from ..engine.scheduler import throw

@@ -20,18 +20,20 @@ import numpy as np
 from ..comm.gpu_rows.transport import SUMMED_KINDS
 from ..core.arrays import (
     Array,
+    Device,
     array_namespace,
     from_host,
     has_namespace,
     is_bfloat16,
     is_float,
     is_host,
+    lie_together,
     on_device_of,
+    to_device_of,
     to_host,
     words,
 )
 from ..core.checks import whole_number
-from ..core.devices import Device, lie_together, to_device_of
 from ..engine import Variable
 from ..errors import ConfigError, HpcdpError, UnsupportedError, type_named
 from ..kernels import kernels_for

@@ -24,8 +24,7 @@ from ..comm import Communicator, World
 from ..comm.communicator import OPERATION_BITS, Steps
 from ..comm.gpu_rows.transport import SUMMED_KINDS
 from ..comm.shared_memory import ProgressCounters
-from ..core.arrays import Array, is_cupy, is_host
-from ..core.devices import Device, Event, Streams, to_device_of
+from ..core.arrays import Array, Device, Event, Streams, is_cupy, is_host, to_device_of
 from ..core.state import Part, Sharded
 from ..data_parallel.buckets import LINE_NBYTES, Bucket, Layout, Slot
 from ..data_parallel.gpu_reduction import GpuReduction

@@ -20,9 +20,8 @@ import numpy as np
 from ..comm import World
 from ..comm.consistency import on_every_rank, on_rank_0, require_same
 from ..compression import Compression, Settings
-from ..core.arrays import Array, is_host, on_device_of, to_host
+from ..core.arrays import Array, is_host, on_device_of, to_device_of, to_host
 from ..core.checks import function, not_copied, number, same_names
-from ..core.devices import to_device_of
 from ..core.state import Part, Sharded, take
 from ..data_parallel.trainer_state import joined
 from ..engine import Engine, Variable

@@ -22,6 +22,7 @@ from ..autograd.tape import Again, Call, calls_of, captured, catch_up
 from ..autograd.tensor import require_grad_req, value_of
 from ..core.arrays import (
     Array,
+    Device,
     array_namespace,
     dtype_of,
     from_host,
@@ -34,7 +35,6 @@ from ..core.arrays import (
     to_host,
 )
 from ..core.checks import function, instances, same_names, whole_number
-from ..core.devices import Device
 from ..core.state import Cut, refuse_change, require_state
 from ..errors import ConfigError, DeviceError, HpcdpError, UnsupportedError, type_named
 from .jit import Graph, Hybrid, tracing

@@ -9,9 +9,8 @@ from typing import Any
 
 from ..autograd import Gradient, Tensor, concatenate, is_training, on_tape, pause
 from ..autograd.tape import catch_up
-from ..core.arrays import Array, on_device_of
+from ..core.arrays import Array, Device, on_device_of, require_devices, to_device_of
 from ..core.checks import instance, instances
-from ..core.devices import Device, require_devices, to_device_of
 from ..errors import ConfigError, DeviceError
 from .jit.tracing import Look, array_of
 from .module import Module, Parameter, lacks_shapes

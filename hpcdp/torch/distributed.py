@@ -18,8 +18,8 @@ from ..comm import World, init
 from ..comm.consistency import require_same
 from ..comm.world import require_world
 from ..compression import Compression, Settings
+from ..core.arrays import Device
 from ..core.checks import check_name, instance, one_of
-from ..core.devices import Device
 from ..data_parallel import Reducer
 from ..data_parallel.buckets import plan
 from ..data_parallel.trainer_state import gather_residuals, regrouped, take_residuals

@@ -28,8 +28,7 @@ from ..comm import World, gpu_rows
 from ..comm.gpu_rows.transport import GpuTransport, NodeRows, RowSize, lone_rows
 from ..comm.tasks import run_until_complete
 from ..core import arrays
-from ..core.arrays import BFLOAT16, Array, dtype_of, is_bfloat16, is_host
-from ..core.devices import Device, Streams, gpu
+from ..core.arrays import BFLOAT16, Array, Device, Streams, dtype_of, gpu, is_bfloat16, is_host
 from ..errors import ConfigError, UnsupportedError, listed
 
 

@@ -15,9 +15,8 @@ from ..collectives import allreduce
 from ..comm import World, init
 from ..comm.consistency import require_same
 from ..comm.world import require_world
-from ..core.arrays import Array, to_host
+from ..core.arrays import Array, to_host, values_on_device_of
 from ..core.checks import function, instance, whole_number
-from ..core.devices import values_on_device_of
 from ..data import Dataset
 from ..data.datasets import piece_bounds, require_dataset
 from ..errors import ConfigError, UnsupportedError, type_named

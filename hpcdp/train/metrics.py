@@ -18,9 +18,8 @@ import numpy as np
 
 from ..collectives import allreduce
 from ..comm import World
-from ..core.arrays import Array, array_namespace, on_device_of, to_host
+from ..core.arrays import Array, array_namespace, on_device_of, to_device_of, to_host
 from ..core.checks import whole_number
-from ..core.devices import to_device_of
 from ..core.files import replaced
 from ..core.state import Part, Sharded
 from ..data_parallel.base_trainer import BaseTrainer

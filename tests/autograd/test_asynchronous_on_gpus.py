@@ -6,7 +6,7 @@ from gpu_on_host import on_new_stream
 
 from hpcdp import autograd, nn
 from hpcdp.autograd import Tensor
-from hpcdp.core.devices import Device, Streams, gpu
+from hpcdp.core.arrays import Device, Streams, gpu
 
 X = np.random.default_rng(3).standard_normal((5, 6)).astype("f4")
 

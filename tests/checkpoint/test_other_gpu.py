@@ -8,8 +8,7 @@ from hpcdp.checkpoint import Manager
 from hpcdp.comm import thread_comm
 from hpcdp.comm import world as comm_world
 from hpcdp.comm.world import Gpu
-from hpcdp.core.arrays import to_host
-from hpcdp.core.devices import gpu
+from hpcdp.core.arrays import gpu, to_host
 
 
 @pytest.fixture(autouse=True)

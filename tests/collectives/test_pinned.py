@@ -7,8 +7,7 @@ import pytest
 
 from hpcdp.collectives import allgather, allreduce, broadcast, iallreduce, reduce, reduce_scatter
 from hpcdp.comm import thread_comm
-from hpcdp.core.arrays import to_host
-from hpcdp.core.devices import Device, cpu, gpu
+from hpcdp.core.arrays import Device, cpu, gpu, to_host
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 7)])

@@ -15,8 +15,7 @@ from hpcdp.comm.gpu_rows.cuda_ipc import CudaIpc
 from hpcdp.comm.gpu_rows.transport import GpuTransport, RowSize, parts_of
 from hpcdp.comm.tasks import TaskGroup
 from hpcdp.comm.world import Gpu
-from hpcdp.core.arrays import dtype_of
-from hpcdp.core.devices import Streams, gpu
+from hpcdp.core.arrays import Streams, dtype_of, gpu
 from hpcdp.errors import DeviceError, UnsupportedError
 
 COUNT = 1001

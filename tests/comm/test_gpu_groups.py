@@ -14,8 +14,7 @@ from rows_on_gpus import assert_summed, summed_and_brought_to_all, to_gpu
 from hpcdp.comm import gpu_rows, thread_comm
 from hpcdp.comm.gpu_rows.transport import GpuTransport, RowSize, parts_of
 from hpcdp.comm.tasks import TaskGroup
-from hpcdp.core.arrays import dtype_of
-from hpcdp.core.devices import Streams, gpu
+from hpcdp.core.arrays import Streams, dtype_of, gpu
 from hpcdp.errors import DeviceError
 
 COUNT = 1001

@@ -11,7 +11,7 @@ from hpcdp.comm import world as comm_world
 from hpcdp.comm.gpu_rows import transport
 from hpcdp.comm.gpu_rows.transport import GpuTransport, Offer, choose
 from hpcdp.comm.world import Gpu
-from hpcdp.core.devices import cpu, gpu
+from hpcdp.core.arrays import cpu, gpu
 from hpcdp.errors import DeviceError
 
 A, B = Offer("0000:3b:00.0", "a", 22501), Offer("0000:af:00.0", "b", 22501)

@@ -12,7 +12,7 @@ from raises import raises
 from hpcdp.comm import thread_comm
 from hpcdp.comm import world as comm_world
 from hpcdp.comm.world import Driver, Gpu
-from hpcdp.core.devices import cpu, gpu
+from hpcdp.core.arrays import cpu, gpu
 from hpcdp.errors import DeviceError
 
 TWO = "0000:3B:00.0 NVIDIA H200;0000:AF:00.0 NVIDIA H200 NVL"

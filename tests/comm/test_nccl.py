@@ -14,8 +14,7 @@ from hpcdp.comm.gpu_rows.nccl import Nccl
 from hpcdp.comm.gpu_rows.transport import GpuTransport, Offer, RowSize, parts_of
 from hpcdp.comm.tasks import TaskGroup, run_until_complete
 from hpcdp.comm.world import Gpu
-from hpcdp.core.arrays import dtype_of
-from hpcdp.core.devices import Streams, gpu
+from hpcdp.core.arrays import Streams, dtype_of, gpu
 from hpcdp.errors import DeviceError, UnsupportedError, WorldAborted
 
 COUNT = 1001

@@ -20,7 +20,7 @@ from hpcdp.comm import gpu_rows, thread_comm
 from hpcdp.comm.communicator import wait_for
 from hpcdp.comm.gpu_rows.transport import GpuTransport, RowSize, parts_of
 from hpcdp.comm.tasks import TaskGroup, run_until_complete
-from hpcdp.core.devices import Streams, gpu
+from hpcdp.core.arrays import Streams, gpu
 from hpcdp.errors import DeviceError, WorldAborted
 
 F4 = np.dtype("f4")

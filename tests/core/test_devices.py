@@ -10,8 +10,7 @@ import pytest
 from gpu_on_host import on_new_stream
 from raises import raises
 
-from hpcdp.core.arrays import from_host
-from hpcdp.core.devices import Device, Streams, cpu, gpu, lie_together, to_device_of
+from hpcdp.core.arrays import Device, Streams, cpu, from_host, gpu, lie_together, to_device_of
 from hpcdp.errors import DeviceError
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from raises import raises
 
-from hpcdp.core.devices import Streams, gpu
+from hpcdp.core.arrays import Streams, gpu
 from hpcdp.errors import DeviceError, UnsupportedError
 
 

@@ -8,7 +8,7 @@ from gpu_on_host import pinned_nbytes
 from raises import raises
 
 from hpcdp import data
-from hpcdp.core.devices import Streams, cpu, gpu
+from hpcdp.core.arrays import Streams, cpu, gpu
 from hpcdp.errors import ConfigError, DeviceError
 
 N = 37

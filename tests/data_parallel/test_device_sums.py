@@ -31,8 +31,7 @@ from hpcdp.comm.gpu_rows.transport import GpuTransport
 from hpcdp.comm.tasks import RunningTask, run_until_complete
 from hpcdp.comm.world import Gpu
 from hpcdp.compression import Compression
-from hpcdp.core.arrays import dtype_of, is_host, to_host
-from hpcdp.core.devices import Streams, gpu
+from hpcdp.core.arrays import Streams, dtype_of, gpu, is_host, to_host
 from hpcdp.data_parallel import Reducer, buckets, gpu_reduction, sharded_update
 from hpcdp.data_parallel.trainer_state import gather_residuals, regrouped, take_residuals
 from hpcdp.errors import DeviceError, MismatchError, UnsupportedError

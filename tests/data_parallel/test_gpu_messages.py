@@ -21,8 +21,7 @@ from hpcdp.comm.gpu_rows import cuda_aware
 from hpcdp.comm.gpu_rows.transport import GpuTransport
 from hpcdp.comm.roll_call import RollCall
 from hpcdp.comm.watchdog import Watchdog
-from hpcdp.core.arrays import dtype_of
-from hpcdp.core.devices import Device, Streams, gpu
+from hpcdp.core.arrays import Device, Streams, dtype_of, gpu
 from hpcdp.data_parallel import Reducer, buckets, gpu_reduction, host_reduction
 from hpcdp.errors import ConfigError, DeviceError
 

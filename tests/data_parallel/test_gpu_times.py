@@ -6,7 +6,7 @@ from parameters_on_gpus import Parameter, gradient, show_gpus
 
 from hpcdp import optim
 from hpcdp.comm import thread_comm
-from hpcdp.core.devices import Streams, gpu
+from hpcdp.core.arrays import Streams, gpu
 from hpcdp.data_parallel.gpu_reduction import GpuReduction
 from hpcdp.data_parallel.profiling import GpuTimes
 from hpcdp.train.report import BACKWARD, FORWARD, STEP, StepReport

@@ -14,8 +14,7 @@ from hpcdp.comm import thread_comm
 from hpcdp.comm import world as comm_world
 from hpcdp.comm.gpu_rows.transport import GpuTransport
 from hpcdp.comm.world import Gpu
-from hpcdp.core.arrays import to_host
-from hpcdp.core.devices import cpu, gpu
+from hpcdp.core.arrays import cpu, gpu, to_host
 from hpcdp.train.trainer import Trainer
 
 N, STEPS = 48, 4

@@ -11,7 +11,7 @@ from reproducible_networks import IMAGES, LABELS, backward, network, trainer_of
 from hpcdp import Policy, Trainer, nn, optim
 from hpcdp.autograd import record
 from hpcdp.comm import thread_comm
-from hpcdp.core.devices import cpu
+from hpcdp.core.arrays import cpu
 from hpcdp.errors import ConfigError, HpcdpError
 
 

@@ -69,7 +69,7 @@ def test_sums_over_gpus_are_cupys_own_which_let_those_see_each_other(on_fake_gpu
 def test_copies_between_gpus_do_not_go_through_the_host(on_fake_gpu: Run) -> None:
     program = """
         import cupy, fake_gpu
-        from hpcdp.core.devices import gpu
+        from hpcdp.core.arrays import gpu
         x = cupy.ones((4, 4), "f4")
         gpu(2).put(gpu(1).put(x)[1:])
         print(fake_gpu.detours())
@@ -129,7 +129,7 @@ def test_what_is_on_another_gpu_than_the_current_one_is_computed_there(on_fake_g
         import contextlib, cupy, warnings
         import numpy as np
         from hpcdp import autograd, data, nn
-        from hpcdp.core.devices import gpu
+        from hpcdp.core.arrays import gpu
         from hpcdp.kernels import cuda
         warnings.simplefilter("error")
         gpus, launched, launch = [gpu(1), gpu(2), gpu(3)], set(), cuda.launch
@@ -166,7 +166,7 @@ def test_operands_of_other_devices_are_brought_or_refused_by_name(on_fake_gpu: R
         import cupy, warnings
         import numpy as np
         from hpcdp import autograd, kvstore, optim
-        from hpcdp.core.devices import gpu
+        from hpcdp.core.arrays import gpu
         from hpcdp.errors import ArrayMixError
         warnings.simplefilter("error")
         values = [np.ones(3, "f4"), [1.0, 2.0, 3.0], np.float32(1), 1, gpu(0).put(np.ones(3, "f4"))]
@@ -210,7 +210,7 @@ def test_runs_and_collectives_of_another_gpu_than_the_current_one(on_fake_gpu: R
         import numpy as np
         import hpcdp
         from hpcdp import data, nn, optim, train
-        from hpcdp.core.devices import Device, cpu, gpu
+        from hpcdp.core.arrays import Device, cpu, gpu
         from hpcdp.train.evaluate import evaluate
         from hpcdp.train.fit import fit
         warnings.simplefilter("error")
@@ -243,7 +243,7 @@ def test_what_is_hybridized_on_another_gpu_than_the_current_one_is_captured_ther
         import cupy, warnings
         import numpy as np
         from hpcdp import autograd, nn
-        from hpcdp.core.devices import gpu
+        from hpcdp.core.arrays import gpu
         from hpcdp.kernels import cuda
         warnings.simplefilter("error")
         devices, launch = set(), cuda.launch

@@ -16,7 +16,7 @@ import pytest
 from hpcdp.comm import thread_comm
 from hpcdp.comm import world as comm_world
 from hpcdp.comm.world import Gpu
-from hpcdp.core.devices import gpu
+from hpcdp.core.arrays import gpu
 from hpcdp.launch.process_monitor import adopt, end_orphans
 
 ON_GPU = os.environ.get("HPCDP_TEST_GPU", "") not in ("", "0")

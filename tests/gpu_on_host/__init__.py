@@ -28,8 +28,7 @@ import numpy as np
 
 from hpcdp.comm import thread_comm
 from hpcdp.comm.gpu_rows import transport
-from hpcdp.core import devices
-from hpcdp.core.devices import Streams
+from hpcdp.core.arrays import Streams
 
 from . import cupy_module, nccl
 from .arrays import change_later, compute_in_turn, remember_devices, without_owners
@@ -109,7 +108,7 @@ def installed(monkeypatch: Any, seed: int = 0) -> Iterator[Gpus]:
 
         monkeypatch.setattr(threading.Thread, "start", started)
         monkeypatch.setattr(transport, "getpid", threading.get_ident)
-        monkeypatch.setattr(devices, "_forgotten", deque())  # that of another stand-in would be looked at
+        monkeypatch.setattr("hpcdp.core.arrays._forgotten", deque())  # that of another stand-in would be looked at
         monkeypatch.setattr(cupy_module, "give", give)
         yield gpus
 

@@ -10,7 +10,7 @@ import pytest
 from gpu_on_host import cupy_module
 
 from hpcdp.comm import world
-from hpcdp.core.devices import gpu
+from hpcdp.core.arrays import gpu
 
 ON_GPU = os.environ.get("HPCDP_TEST_GPU", "") not in ("", "0")
 

@@ -16,8 +16,7 @@ from hpcdp.comm import world as comm_world
 from hpcdp.comm.gpu_rows import cuda_aware
 from hpcdp.comm.gpu_rows.transport import GpuTransport
 from hpcdp.comm.world import Gpu
-from hpcdp.core import devices
-from hpcdp.core.devices import Device, Streams, gpu
+from hpcdp.core.arrays import Device, Streams, gpu, to_device_of
 from hpcdp.data_parallel import gpu_reduction
 from hpcdp.errors import MismatchError, UnsupportedError
 from hpcdp.kvstore import arguments, device_sync
@@ -236,13 +235,13 @@ def test_what_another_gpu_has_is_copied(gpus_on_host, monkeypatch):
     x, here, out = on_gpu(values), on_gpu(np.ones((3, 4), "f4")), on_gpu(np.zeros((3, 4), "f4"))
     monkeypatch.setattr(Device, "of", classmethod(lambda cls, array: gpu(1 if array is x else 0)))
     with gpu_on_host.on_new_stream(Streams(gpu(0))):  # the current one of both, for the stand-in
-        copy = devices.to_device_of(x, out)
+        copy = to_device_of(x, out)
         x[...] = here  # after the copy
         arguments.carry(copy, out)
         np.testing.assert_array_equal(out.to_host(), values)
         np.testing.assert_array_equal(x.to_host(), np.ones((3, 4)))
     assert copy is not x
-    assert devices.to_device_of(here, out) is here
+    assert to_device_of(here, out) is here
     assert gpus_on_host.log.count("copy") == 1
 
 

@@ -224,7 +224,7 @@ def test_every_device_of_replicas_must_be_there_also_the_first(found):
 
 
 def test_the_network_must_be_on_the_first_device(monkeypatch):
-    monkeypatch.setattr("hpcdp.core.devices._cupy", lambda device: None)  # a machine that has every GPU
+    monkeypatch.setattr("hpcdp.core.arrays._cupy", lambda device: None)  # a machine that has every GPU
     for net in (network(), nn.Sequential(nn.Dense(None, 4))):
         with raises(
             RuntimeError, operation="Replicas", where="gpu(1)", got="cpu(0)", remedy=["net.to", "hpcdp.gpu(1)"]

@@ -12,7 +12,7 @@ from raises import raises
 
 from hpcdp import autograd, data, nn
 from hpcdp.autograd import on_tape
-from hpcdp.core.devices import Device, Streams, gpu
+from hpcdp.core.arrays import Device, Streams, gpu
 from hpcdp.errors import ArrayMixError
 from hpcdp.nn.functional import softmax_cross_entropy
 

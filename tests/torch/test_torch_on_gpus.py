@@ -22,7 +22,7 @@ from hpcdp.comm import thread_comm
 from hpcdp.comm import world as comm_world
 from hpcdp.comm.gpu_rows.transport import GpuTransport
 from hpcdp.comm.world import Gpu
-from hpcdp.core.devices import Streams, gpu
+from hpcdp.core.arrays import Streams, gpu
 from hpcdp.errors import ConfigError, MismatchError, StaleGradientError, UnsupportedError
 from hpcdp.torch import DistributedDataParallel, tensors
 

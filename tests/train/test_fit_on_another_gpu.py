@@ -9,8 +9,7 @@ from rows_on_gpus import reference_kernels
 
 from hpcdp import data, kernels, nn, optim
 from hpcdp.comm import thread_comm
-from hpcdp.core.arrays import to_host
-from hpcdp.core.devices import Device, cpu, gpu
+from hpcdp.core.arrays import Device, cpu, gpu, to_host
 from hpcdp.parallel.sync_batch_norm import SyncBatchNorm
 from hpcdp.train.evaluate import evaluate
 from hpcdp.train.fit import fit

@@ -8,8 +8,7 @@ import hpcdp
 from hpcdp import nn, optim
 from hpcdp.autograd import Tensor, record
 from hpcdp.comm import thread_comm
-from hpcdp.core.arrays import dtype_of, to_host
-from hpcdp.core.devices import Device, Streams, cpu, gpu
+from hpcdp.core.arrays import Device, Streams, cpu, dtype_of, gpu, to_host
 from hpcdp.data import ArrayDataset, DataLoader, ShardedSampler
 from hpcdp.errors import ConfigError, MismatchError
 from hpcdp.nn.functional import softmax_cross_entropy

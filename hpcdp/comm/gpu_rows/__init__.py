@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...core.devices import Event, Streams
+from ...core.arrays import Event, Streams
 from ...errors import DeviceError
 from ..communicator import Communicator, Steps, StepsTo
 from ..consistency import on_every_rank

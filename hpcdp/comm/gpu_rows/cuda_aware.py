@@ -21,9 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ...core.arrays import Array
+from ...core.arrays import Array, Streams, gpu
 from ...core.checks import choices
-from ...core.devices import Streams, gpu
 from ...core.environment import apart
 from ...errors import ConfigError
 from ..communicator import Communicator, split

@@ -19,9 +19,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...core.arrays import Array, words
+from ...core.arrays import Array, Event, Stream, Streams, words
 from ...core.checks import choices
-from ...core.devices import Event, Stream, Streams
 from ...errors import DeviceError, UnsupportedError
 from ...kernels.cuda import kernels
 from ...kernels.reference import EVERY_ROW, SUM

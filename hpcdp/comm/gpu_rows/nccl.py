@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from ...core.arrays import Event, Streams
 from ...core.checks import choices
-from ...core.devices import Event, Streams
 from ...errors import DeviceError, UnsupportedError
 from ...kernels.cuda import kernels
 from ..communicator import Communicator, PolledRequest, Steps, wait_for

@@ -15,8 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ...core.arrays import Array
-from ...core.devices import Device, Event, Stream, Streams
+from ...core.arrays import Array, Device, Event, Stream, Streams
 from ...errors import DeviceError
 from .. import world
 from ..communicator import Communicator, Steps, bounds

@@ -29,7 +29,7 @@ from ...comm import world as comm_world
 from ...comm.consistency import on_every_rank, on_rank_0
 from ...comm.world import device_of
 from ...compression import pays_below
-from ...core.devices import MEMORY_LIMIT, Device, cpu
+from ...core.arrays import MEMORY_LIMIT, Device, cpu
 from ...core.environment import explained
 from ...data_parallel.base_trainer import BaseTrainer
 from ...data_parallel.bucket_trainer import BucketTrainer

@@ -10,7 +10,7 @@ from hpcdp import cli, kernels
 from hpcdp.comm import thread_comm
 from hpcdp.comm import world as comm_world
 from hpcdp.comm.world import Gpu
-from hpcdp.core.devices import cpu
+from hpcdp.core.arrays import cpu
 from hpcdp.errors import ConfigError
 from hpcdp.train.runs import run
 from hpcdp.train.runs.config import TrainConfig
