@@ -35,11 +35,11 @@ from hpcdp.core.environment import launched_ranks
 from hpcdp.errors import ConfigError
 from hpcdp.launch.parser import Parser, at_least
 from hpcdp.nn.functional import softmax_cross_entropy
-from hpcdp.train.evaluate import evaluate
+from hpcdp.train import run as runs_run
+from hpcdp.train.config import TrainConfig
 from hpcdp.train.fit import fit
-from hpcdp.train.runs import run as runs_run
-from hpcdp.train.runs.config import TrainConfig
-from hpcdp.train.runs.run import make_loader, make_trainer
+from hpcdp.train.metrics import evaluate
+from hpcdp.train.run import make_loader, make_trainer
 
 _ASYNC = {"kv_store": "dist_async", "lr": 0.03}
 """At the 0.05 of the others a run has diverged: late gradients bear less."""

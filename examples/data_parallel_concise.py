@@ -15,7 +15,7 @@ import time
 import hpcdp
 from hpcdp import autograd, data, kvstore, nn, optim
 from hpcdp.launch.parser import Program, at_least
-from hpcdp.train.evaluate import evaluate
+from hpcdp.train.metrics import evaluate
 
 
 def train(world, devices, train_set, test_set, epochs, batch_size, lr, store=None):

@@ -14,8 +14,8 @@ import time
 import hpcdp
 from hpcdp import autograd, data, kvstore, nn, optim
 from hpcdp.launch.parser import Program, at_least
-from hpcdp.train.evaluate import evaluate
-from hpcdp.train.load_balance import SharedCount
+from hpcdp.train.fit import SharedCount
+from hpcdp.train.metrics import evaluate
 
 
 def train(world, store, epochs, batch_size, lr, sleep_s):

@@ -13,7 +13,7 @@ import numpy as np
 import hpcdp
 from hpcdp import autograd, data, nn, optim
 from hpcdp.launch.parser import Program, at_least
-from hpcdp.train.evaluate import evaluate
+from hpcdp.train.metrics import evaluate
 
 
 def network():

@@ -37,7 +37,7 @@ def hpcdp(*arguments: str, cwd: Path | None = None, **environ: str) -> subproces
 FORKS = """
 import json, os, sys
 import numpy
-import hpcdp.cli.launch, hpcdp.launch.launchers.mpirun, hpcdp.train.runs.config, hpcdp.train.runs.run
+import hpcdp.cli.launch, hpcdp.launch.launchers.mpirun, hpcdp.train.config, hpcdp.train.run
 from hpcdp import cli
 
 for line in sys.stdin:

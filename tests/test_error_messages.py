@@ -17,7 +17,7 @@ import hpcdp
 from hpcdp import autograd, checkpoint, data, kvstore, nn, optim
 from hpcdp.cli import main
 from hpcdp.comm import World, thread_comm
-from hpcdp.train.runs.config import TrainConfig
+from hpcdp.train.config import TrainConfig
 
 MESSAGES = Path(__file__).with_name("error_messages.txt")
 ONES = np.ones(4, np.float32)

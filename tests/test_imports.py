@@ -101,7 +101,7 @@ def test_files_of_tests_have_names_of_their_own() -> None:
 
 def test_no_import_starts_mpi_or_loads_hdf5() -> None:
     """mpi4py starts MPI when its extension module is imported, before `hpcdp.init` has made its settings."""
-    modules = "hpcdp.comm, hpcdp.train, hpcdp.kvstore, hpcdp.nn, hpcdp.parallel, hpcdp.train.runs.run, hpcdp.cli.launch"
+    modules = "hpcdp.comm, hpcdp.train, hpcdp.kvstore, hpcdp.nn, hpcdp.parallel, hpcdp.train.run, hpcdp.cli.launch"
     program = f"import sys, {modules}; print({{'mpi4py.MPI', 'h5py'}} & sys.modules.keys())"
     assert (
         subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "set()\n"

@@ -10,8 +10,8 @@ from hpcdp import autograd, checkpoint, data, kvstore, nn, optim
 from hpcdp.autograd import Tensor
 from hpcdp.comm.tasks import Operation
 from hpcdp.train import TrainStep
-from hpcdp.train.evaluate import Evaluation, evaluate
 from hpcdp.train.fit import fit
+from hpcdp.train.metrics import Evaluation, evaluate
 
 
 def of_networks(x: NDArray[np.float32], labels: NDArray[np.int64]) -> None:

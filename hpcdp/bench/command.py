@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..core.checks import check_name, whole_number
-from ..core.environment import explained, speaks
+from ..core.environment import explained, speaks, terminal_columns
 from ..errors import ConfigError, UnsupportedError, listed, to_stderr
 from ..launch.parser import Parser
 
@@ -265,7 +265,7 @@ def draw(
     """
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-    from ..train.progress import png, styled
+    from ..train.report import png, styled
     from .measure import format_size
 
     figure, (axes,) = styled(1, (9.0, 5.2))
@@ -539,7 +539,6 @@ def main(argv: Sequence[str]) -> int:
 def run(settings: Settings, world: World) -> int:
     """Run a benchmark in ``world`` and return the exit status; every rank must call. Rank 0 prints and writes."""
     from ..comm.consistency import on_rank_0
-    from ..train.progress import terminal_columns
     from .measure import format_size
 
     check(settings, world)

@@ -58,7 +58,7 @@ def _values() -> dict[tuple[str, str], Sequence[str]]:
     from ..collectives import ALGORITHMS
     from ..launch.launchers import LAUNCHERS
     from ..launch.slurm_scripts import TEMPLATES
-    from ..train.runs.config import TrainConfig
+    from ..train.config import TrainConfig
 
     fields = dataclasses.fields(TrainConfig)
     values = {("train", field.name): field.metadata["choices"] for field in fields if field.metadata["choices"]}

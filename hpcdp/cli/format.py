@@ -15,8 +15,8 @@ from typing import Any
 from ..checkpoint import flatten, inspect
 from ..checkpoint.inspect import Overview, Seen, TensorStatistics
 from ..checkpoint.manifest import Manifest, StoredTensor
+from ..core.environment import terminal_columns
 from ..errors import printable, shortened, to_stderr
-from ..train.progress import terminal_columns
 
 _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
 

@@ -21,8 +21,8 @@ from ..core import environment
 from ..core.environment import explained, fail, launched_ranks, module, speaks
 from ..errors import HpcdpError
 from ..launch.parser import Parser, add_command
-from ..train.runs import config as runs_config
-from ..train.runs.config import CHECKPOINTS, TrainConfig, kind_of, uncollected
+from ..train import config as runs_config
+from ..train.config import CHECKPOINTS, TrainConfig, kind_of, uncollected
 
 _EXAMPLES = """\
 examples:
@@ -89,7 +89,7 @@ def _train(arguments: argparse.Namespace) -> int:
 def _train_here(config: TrainConfig, settings: dict[str, Any]) -> int:
     config.check_folders()  # before imports that take seconds
     from ..launch.launchers import Job, mpirun
-    from ..train.runs import run, run_dir
+    from ..train import run, run_dir
 
     if config.resume is not None:
         config = run_dir.settled(settings, launched=False)
@@ -124,14 +124,14 @@ def _train_as_a_rank(config: TrainConfig, settings: dict[str, Any]) -> int:
     with uncollected(), explained("importing hpcdp", speaks(os.environ)):
         from ..comm import init
         from ..comm.consistency import on_rank_0, require_same
-        from ..train.preemption import STOPPED, StopRequests
-        from ..train.runs.run import run
+        from ..train.checkpoints import STOPPED, StopRequests
+        from ..train.run import run
     with StopRequests(config.time_limit_s) as stop:
         comm = init().comm
         same = [f"{name} = {value}" for name, value in dataclasses.asdict(config).items() if name != "run_dir"]
         require_same(comm, "train", same, "start all ranks with the same settings")  # rank 0 chooses run_dir
         if config.resume is not None:
-            from ..train.runs.run_dir import settled
+            from ..train.run_dir import settled
 
             config = TrainConfig(**on_rank_0(comm, lambda: dataclasses.asdict(settled(settings, launched=True))))
         return STOPPED if run(config, stop)["stopped"] else 0
@@ -159,7 +159,7 @@ def _how_to_go_on(run_dir: str) -> str:
 
 def _draw_what_there_is(run_dir: str) -> None:
     from ..checkpoint.directory import require_free
-    from ..train.runs.run_dir import draw_run
+    from ..train.run_dir import draw_run
 
     with contextlib.suppress(OSError, ValueError, HpcdpError):
         require_free(Path(run_dir) / CHECKPOINTS)  # not the folder of another running job

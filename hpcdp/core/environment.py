@@ -144,6 +144,36 @@ def explained(activity: str, speaks: bool, stream: TextIO | None = None) -> Iter
             say(f"{activity}: {time.monotonic() - began_s:.1f} s")
 
 
+def terminal_columns(stream: TextIO) -> int:
+    """Return the width of the terminal that shows ``stream``; 0 if there is none that can rewrite a line.
+
+    Under mpirun a rank cannot see the terminal. `hpcdp launch` passes its width in the variables that rich reads. Else
+    Open MPI gives every rank a pseudo-terminal without a width, even if the output goes to a file. The output of the
+    parent process, which is mpirun, then decides.
+    """
+    if os.environ.get("TERM", "").lower() in ("dumb", "unknown"):  # rich shows nothing live on these
+        return 0
+    interactive = os.environ.get("TTY_INTERACTIVE")
+    if interactive is not None:
+        width = os.environ.get("COLUMNS", "80")
+        return int(width) if interactive == "1" and width.isdecimal() else 0
+    try:
+        if not stream.isatty():
+            return 0
+        columns = os.get_terminal_size(stream.fileno()).columns
+        if columns:
+            return columns
+        with open(f"/proc/{os.getppid()}/fd/1", "wb", buffering=0, opener=_open_terminal) as launcher:
+            return os.get_terminal_size(launcher.fileno()).columns if launcher.isatty() else 0
+    except (OSError, ValueError):
+        return 0
+
+
+def _open_terminal(path: str, flags: int) -> int:
+    """Open ``path`` without making it the controlling terminal, and without changing it if it is a file."""
+    return os.open(path, (flags | os.O_NOCTTY | os.O_NONBLOCK) & ~(os.O_TRUNC | os.O_CREAT))
+
+
 def outlives_ranks(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether the job continues when a rank dies: Open MPI under ``mpirun --with-ft ulfm``."""
     return environ.get("OMPI_MCA_mpi_ft_enable", "0") not in ("", "0")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..parallel.sync_batch_norm import SyncBatchNorm
-    from . import callbacks, checkpoints, evaluate, fit, load_balance, metrics, preemption, progress
+    from . import callbacks, checkpoints, fit, metrics
     from .chrome_trace import traced
     from .trainer import TrainStep
 
@@ -19,12 +19,8 @@ __all__ = [
     "TrainStep",
     "callbacks",
     "checkpoints",
-    "evaluate",
     "fit",
-    "load_balance",
     "metrics",
-    "preemption",
-    "progress",
     "traced",
 ]
 

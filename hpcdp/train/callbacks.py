@@ -1,17 +1,27 @@
-"""The callback interface of `fit`, and callbacks that show progress, write metrics or stop training early."""
+"""The callback interface of `fit`, and callbacks that show progress, keep metrics, stop early or share out batches."""
 
 from __future__ import annotations
 
 import math
+import sys
+import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TextIO
 
-from ..core.checks import number, one_of, whole_number
+from ..core.checks import instance, number, one_of, whole_number
+from ..core.environment import terminal_columns
 from ..core.state import Stateful, require_state
-from ..errors import ConfigError
-from . import progress
+from ..data import ShardedSampler
+from ..errors import ConfigError, shortened
 from .metrics import Record
-from .runs.run_dir import RunFolder
+from .report import loss_text
+from .run_dir import RunFolder
+
+_REFRESH_S = 0.1
+_LOG_EVERY_S = 10.0
+_COLUMNS = 79
+_PARTS = 1000
+"""The sum of measured shares, which are integers so that files keep them exactly."""
 
 
 class Callback:
@@ -75,7 +85,7 @@ class ShowProgress(Callback):
     def __init__(self, verbose: bool = False) -> None:
         self._verbose = verbose
         self._latest: Record | None = None
-        self._display: progress.LogProgress | progress.TerminalProgress | None = None
+        self._display: LogProgress | TerminalProgress | None = None
         self._done = 0
 
     def on_resume(self, epochs: int, steps: int) -> None:
@@ -84,7 +94,11 @@ class ShowProgress(Callback):
 
     def on_start(self, epochs: int, steps: int) -> None:
         """See `Callback.on_start`."""
-        self._display = progress.create(epochs, steps, self._done, verbose=self._verbose)
+        columns = terminal_columns(sys.stdout)
+        if columns:
+            self._display = TerminalProgress(epochs, steps, sys.stdout, columns, self._done, self._verbose)
+        else:
+            self._display = LogProgress(epochs, steps, sys.stdout, self._done, self._verbose)
 
     def on_step(self, epoch: int, step: int) -> None:
         """See `Callback.on_step`."""
@@ -102,6 +116,138 @@ class ShowProgress(Callback):
         """See `Callback.on_end`."""
         if self._display is not None:
             self._display.close()
+
+
+class LogProgress:
+    """Progress in a log: a line per epoch, and one every ten seconds within a long epoch; no control characters."""
+
+    def __init__(self, epochs: int, steps: int, stream: TextIO, done: int = 0, verbose: bool = False) -> None:
+        self._epochs, self._steps, self._stream, self._verbose = epochs, steps, stream, verbose
+        self._eta = _TimeLeft(epochs * steps, done)
+        self._shown = time.monotonic()
+
+    def step(self, epoch: int, step: int, latest: Record | None) -> None:
+        """Show a step; cheap enough to call after each one.
+
+        Args:
+            epoch: the current epoch, counted from 1.
+            step: the step within the epoch, counted from 1.
+            latest: the last record of kind "step", None before the first.
+        """
+        if time.monotonic() - self._shown >= _LOG_EVERY_S:
+            left = self._eta.text((epoch - 1) * self._steps + step)
+            self._print(f"epoch {epoch}/{self._epochs}  step {step}/{self._steps}  {_numbers(latest)}  ETA {left}")
+
+    def epoch(self, record: Record) -> None:
+        """Show a completed epoch by its record."""
+        self._print("\n".join(epoch_lines(record, self._epochs, self._verbose)))
+
+    def close(self) -> None:
+        """End the output, also of an interrupted run."""
+
+    def _print(self, line: str) -> None:
+        self._shown = time.monotonic()
+        print(line, file=self._stream, flush=True)
+
+
+class TerminalProgress:
+    """Progress on a terminal: a live line at the bottom, and the completed epochs above it."""
+
+    def __init__(
+        self, epochs: int, steps: int, stream: TextIO, columns: int, done: int = 0, verbose: bool = False
+    ) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as Bars
+        from rich.table import Column
+
+        self._epochs, self._steps, self._verbose = epochs, steps, verbose
+        self._eta = _TimeLeft(epochs * steps, done)
+        self._shown = 0.0
+        console = Console(file=stream, width=columns - 1, force_terminal=True, highlight=False)
+        # Cropped, because not every terminal has rich's ellipsis. No automatic refresh: that takes a thread.
+        self._bars = Bars(
+            TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="crop")),
+            BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=4)),
+            TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=True, overflow="crop")),
+            console=console,
+            auto_refresh=False,
+            transient=True,
+            expand=True,
+        )
+        self._task: Any = self._bars.add_task(f"epoch 1/{epochs} step 0/{steps}", total=steps, numbers="")
+        self._bars.start()
+
+    def step(self, epoch: int, step: int, latest: Record | None) -> None:
+        """See `LogProgress.step`."""
+        now = time.monotonic()
+        if now - self._shown < _REFRESH_S:
+            return
+        self._shown = now
+        left = self._eta.text((epoch - 1) * self._steps + step)
+        self._bars.update(
+            self._task,
+            completed=step,
+            description=f"epoch {epoch}/{self._epochs} step {step}/{self._steps}",
+            numbers=f"{_numbers(latest)} ETA {left}" if latest else f"ETA {left}",
+        )
+        self._bars.refresh()
+
+    def epoch(self, record: Record) -> None:
+        """See `LogProgress.epoch`."""
+        for line in epoch_lines(record, self._epochs, self._verbose):
+            self._bars.console.print(line, markup=False)
+
+    def close(self) -> None:
+        """See `LogProgress.close`."""
+        self._bars.stop()
+
+
+def epoch_lines(record: Record, epochs: int, verbose: bool = False) -> list[str]:
+    """Return one line about a completed epoch, and with ``verbose`` where its time went, each of at most 79 columns."""
+    width = len(str(epochs))
+    accuracy = "" if record["accuracy"] is None else f"  accuracy {record['accuracy']:6.2%}"
+    test = f"  test {record['test_accuracy']:6.2%}" if record.get("test_accuracy") is not None else ""
+    line = (
+        f"epoch {record['epoch']:{width}}/{epochs}  loss {loss_text(record['loss'])}"
+        f"{accuracy}{test}  {record['samples_per_s']:,.0f} samples/s"
+    )
+    return [shortened(text, _COLUMNS) for text in (line, *(_time_lines(record) if verbose else ()))]
+
+
+def _time_lines(record: Record) -> list[str]:
+    """Describe where the time of an epoch went; nothing for a single rank."""
+    if "slowest_rank" not in record:
+        return []
+    lines = [
+        f"  compute {record['compute_s']:.2f} s  comm {record['comm_s']:.2f} s, {record['comm_exposed_s']:.2f} exposed"
+        f"  critical path {record['critical_path_s']:.2f} s"
+    ]
+    if record["stragglers"]:
+        lines.append(f"  slowest, {record['slowest_ratio']:.2f} x the median: {', '.join(record['stragglers'])}")
+    return lines
+
+
+def _numbers(latest: Record | None) -> str:
+    if latest is None:
+        return ""
+    accuracy = "" if latest["accuracy"] is None else f" acc {latest['accuracy']:.1%}"
+    return f"loss {latest['loss']:.3f}{accuracy} {latest['samples_per_s']:,.0f}/s"
+
+
+class _TimeLeft:
+    """An estimate of the remaining time at the mean rate since the start, at which ``done`` steps were complete."""
+
+    def __init__(self, steps: int, done: int) -> None:
+        self._steps, self._done = steps, done
+        self._started = time.monotonic()
+
+    def text(self, done: int) -> str:
+        made = max(1, done - self._done)
+        seconds = round((time.monotonic() - self._started) / made * max(0, self._steps - done))
+        minutes, seconds = divmod(seconds, 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 class KeepMetrics(Callback):
@@ -191,6 +337,75 @@ class EarlyStopping(Callback):
         """See `hpcdp.core.state`."""
         require_state("EarlyStopping", state, "best", "waited")
         self.best, self.waited = state["best"], state["waited"]
+
+
+class KeepWorkLoad(Callback):
+    """A callback that keeps the shares of this start when a run resumes, instead of those in the loader's state.
+
+    Args:
+        sampler: the sampler of this rank's loader, with the shares of this start.
+    """
+
+    def __init__(self, sampler: ShardedSampler) -> None:
+        self.sampler, self.weights = sampler, sampler.weights
+
+    def on_resume(self, epochs: int, steps: int) -> None:
+        """See `Callback.on_resume`."""
+        self.sampler.set_weights(self.weights)
+
+
+class AdaptWorkLoad(Callback):
+    """A callback that adapts the shares of ranks to their speed after each epoch. Give it to every rank.
+
+    A rank's speed is its share divided by the time of its own work, without waiting for others. The epoch's record has
+    these times for all ranks, so the callback needs no communication. The new share is the mean of the old share and
+    the relative speed. The callback adds the shares used in an epoch to its record as ``work_load``; put it before
+    callbacks that keep records.
+
+    Args:
+        sampler: the sampler of this rank's loader. Its weights change, and are part of its state.
+
+    Raises:
+        ConfigError: the sampler is not a `ShardedSampler`; in `fit`: it is not the sampler of the loader.
+    """
+
+    def __init__(self, sampler: ShardedSampler) -> None:
+        self.sampler = instance("AdaptWorkLoad", "sampler", sampler, ShardedSampler, "a ShardedSampler")
+        self.history: list[tuple[int, list[float]]] = []
+        """The epochs and the shares used in them."""
+
+    def alike(self) -> str:
+        """See `Callback.alike`."""
+        return "AdaptWorkLoad"
+
+    def on_record(self, record: Record) -> None:
+        """See `Callback.on_record`."""
+        if record["kind"] != "epoch":
+            return
+        used = list(self.sampler.weights or [1.0] * self.sampler.num_parts)
+        record["work_load"] = used
+        self.history.append((record["epoch"], used))
+        if "by_rank" in record:
+            times = record["by_rank"]
+            seconds = [a + b for a, b in zip(times["compute_s"], times["data_s"], strict=True)]
+            self.sampler.set_weights(adapted(used, seconds, self.sampler.batch_size))
+
+
+def adapted(used: Sequence[float], seconds: Sequence[float], batch_size: int) -> list[float]:
+    """Return the next shares: integers with a sum of about 1000, each large enough for one sample of a batch.
+
+    Args:
+        used: the shares of an epoch.
+        seconds: the working time of each rank in the epoch. Shares stay the same if one of them is 0.
+        batch_size: samples of the global batch.
+    """
+    total = sum(used)
+    if min(seconds) <= 0:
+        return list(used)
+    speeds = [share / spent for share, spent in zip(used, seconds, strict=True)]
+    least = max(1.0, _PARTS / batch_size)
+    mean = [(share / total + speed / sum(speeds)) / 2 for share, speed in zip(used, speeds, strict=True)]
+    return [float(round(max(least, _PARTS * share))) for share in mean]
 
 
 class StatesOfCallbacks:

@@ -1,4 +1,4 @@
-"""`fit`, the training loop, and the checks of its arguments on each rank and across ranks."""
+"""`fit`, the training loop, the checks of its arguments on each rank and across ranks, and a shared work counter."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ from ..data import DataLoader, ShardedSampler, SharedSampler, VirtualShardSample
 from ..data_parallel.base_trainer import BaseTrainer
 from ..engine.engine import Trace
 from ..errors import ConfigError, MismatchError
+from ..kvstore.asynchronous import AsyncStore
 from ..kvstore.trainer import StoreTrainer
 from ..nn import Module
 from ..nn.functional import softmax_cross_entropy
 from ..nn.jit.cache import Phases
-from .callbacks import Callback, EarlyStopping, StatesOfCallbacks
+from .callbacks import AdaptWorkLoad, Callback, EarlyStopping, StatesOfCallbacks
 from .checkpoints import Checkpoints, Position
-from .evaluate import Evaluation, brought_to, first_output, place_of
-from .load_balance import AdaptWorkLoad
-from .metrics import Meter, Record
+from .metrics import Evaluation, Meter, Record, brought_to, first_output, place_of
 from .report import BACKWARD, DATA, FORWARD, STEP, Phase, StepReport
 from .trainer import TrainStep
 
@@ -165,7 +164,7 @@ def fit(
         loss: a function of output and labels, per sample, shape ``(batch,)``. Do not average over samples: the trainer
             divides by the number of samples of all ranks.
         evaluate: a function called on every rank after each epoch, usually
-            ``lambda: evaluate(net, dataset, world)`` with `hpcdp.train.evaluate.evaluate`. The record contains the
+            ``lambda: evaluate(net, dataset, world)`` with `hpcdp.train.metrics.evaluate`. The record contains the
             result of rank 0, with None for an accuracy of NaN (regression).
         callbacks: objects that `fit` notifies; they may differ between ranks, see `Callback`.
         checkpoints: when to save, whether to resume, and who may request an early stop, which its `stopped` then
@@ -385,3 +384,44 @@ class _Loop:
         losses, output = self._step(x, y)
         first = first_output("fit", output)
         self.meter.add(shard, losses.data, first.data, y)
+
+
+_KEY = "given out"
+_FAR = 1 << 40
+"""More numbers than an iteration yields."""
+
+
+class SharedCount:
+    """An iterable counter 0, 1, 2, ... that yields each number on only one rank; for a `data.SharedSampler`.
+
+    Every rank must create it. An iteration starts at 0 after all ranks have begun it.
+
+    Args:
+        world: the ranks; default `hpcdp.init()`.
+    """
+
+    def __init__(self, world: World | None = None) -> None:
+        self._world = init() if world is None else world
+        self._store = AsyncStore("dist_async", self._world)
+        self._store.init(_KEY, np.zeros((), np.int64))
+        self._given = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self._store.barrier()  # all ranks have finished the previous iteration
+        first = int(self._store.pull(_KEY).wait())
+        self._store.barrier()
+        self._given = 0
+        return self._numbers(first)
+
+    def given(self) -> int:
+        """Return the count of numbers yielded on all ranks in this iteration; every rank must call."""
+        return max(self._world.comm.allgather_json(self._given))
+
+    def close(self) -> None:
+        """End this iteration on all ranks; one rank or several may call."""
+        self._store.take(_KEY, _FAR)
+
+    def _numbers(self, first: int) -> Iterator[int]:
+        while (number := self._store.take(_KEY) - first) < _FAR:
+            self._given = number + 1
+            yield number

@@ -1,19 +1,20 @@
-"""The HTML report of one or several runs, with plots, and the measurement of steps on which it is based.
+"""The HTML report of one or several runs, the measurement of steps on which it is based, and plots of curves.
 
 The page includes its plots, so it needs no other file and no network. `StepReport` measures where the time of an epoch
-goes on each rank, and estimates the critical path of its steps.
+goes on each rank, and estimates the critical path of its steps. `draw_curves` and `Animator` draw PNG files.
 """
 
 from __future__ import annotations
 
 import base64
 import html
+import io
 import os
 import socket
 import statistics
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -21,16 +22,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 from ..comm import World
 from ..core import files
-from ..core.checks import is_number
+from ..core.checks import file_name, is_number
 from ..data_parallel.base_trainer import BaseTrainer
 from ..data_parallel.profiling import BucketCost, BucketTimes, GpuTimes, critical_path, mirrored_need, reduction_seconds
 from ..engine.engine import Span, Trace
-from ..errors import ConfigError, DataError, shortened
-from .metrics import Record, read_metrics
-from .progress import by_powers, loss_text, png, points, slowest_rank, styled
+from ..errors import ConfigError, DataError, HpcdpError, shortened, type_named
+from .metrics import Record, read_metrics, replace_file
 
+_TRAIN, _TEST = "#3566a8", "#c8552b"
+LARGEST = 1e100
+"""The largest loss in a plot; matplotlib's axes fail on larger ones, as a diverged run has them."""
 _COLORS = ("#3566a8", "#c8552b", "#3f8f5b", "#8a5aa8", "#b08a1e", "#4a9aa8", "#a84a6b", "#6b6b6b")
 PARTS = {"compute_s": ("computation", "#3566a8"), "data_s": ("data", "#b08a1e"), "exposed_s": ("waiting", "#c8552b")}
 _MOST_BARS = 64
@@ -508,3 +513,171 @@ def _table(columns: Sequence[str], rows: Rows) -> str:
 
 def _text(value: object) -> str:
     return html.escape(str(value))
+
+
+def draw_curves(records: Sequence[Record], path: str | Path, title: str = "") -> None:
+    """Draw loss and accuracy over epochs into a PNG file, which is replaced atomically.
+
+    Args:
+        records: the result of `metrics.read_metrics`. Training values come from records of kind "step", test values
+            from records of kind "epoch". Without values the axes stay empty.
+        path: a file name that ends in ``.png``.
+        title: one line above the picture.
+
+    Raises:
+        ConfigError: the name has another ending.
+        OSError: the file cannot be written.
+    """
+    if Path(path).suffix != ".png":
+        raise ConfigError("draw_curves", where="path", expected="a name that ends in .png", got=repr(str(path)))
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    figure, (loss_axes, accuracy_axes) = styled(2, (9.0, 3.6), columns=2)
+    for axes, name, unit in ((loss_axes, "loss", ""), (accuracy_axes, "accuracy", "%")):
+        train = points(records, "step", name)
+        test = points(records, "epoch", f"test_{name}")
+        marker = "o" if len(train[0]) == 1 else None  # one point is no line
+        axes.plot(*train, color=_TRAIN, linewidth=1.4, marker=marker, markersize=3.5, label="training")
+        axes.plot(*test, color=_TEST, linewidth=1.4, marker="o", markersize=3.5, label=_label(test[1], unit))
+        axes.set_xlabel("epoch")
+        axes.set_ylabel(name)
+        axes.set_xlim(left=0)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.legend(frameon=False, loc="upper right" if name == "loss" else "lower right")
+    if any(value and value > 0 for value in points(records, "step", "loss")[1]):
+        by_powers(loss_axes)
+    accuracy_axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    accuracies = [*points(records, "epoch", "test_accuracy")[1], *points(records, "step", "accuracy")[1]]
+    _zoom_to_the_end(accuracy_axes, accuracies)
+    if title:
+        figure.suptitle(title, fontsize=10.5)
+    replace_file(Path(path), png(figure))
+
+
+def png(figure: Any) -> bytes:
+    """Return a figure of `styled` as the contents of a PNG file."""
+    stream = io.BytesIO()
+    figure.canvas.print_png(stream)
+    return stream.getvalue()
+
+
+class Animator:
+    """A PNG plot of lines that grow while a program runs, redrawn for every point.
+
+    The interface is that of ``Animator`` in "Dive into Deep Learning".
+
+    Args:
+        path: a file name that ends in ``.png``. The file is replaced atomically.
+        xlabel: the quantity on the x-axis, e.g. "epoch".
+        legend: a name for each line.
+        ylabel: the quantity on the y-axis.
+
+    Raises:
+        ConfigError: the name has another ending, the folder is missing, or ``legend`` is a single name.
+    """
+
+    def __init__(self, path: str | Path, xlabel: str, legend: Sequence[str], ylabel: str = "") -> None:
+        if isinstance(legend, str):
+            raise ConfigError("Animator", where="legend", expected="a list with a name per line", got=repr(legend))
+        self.path = file_name("Animator", "path", path, [".png"])
+        self.xlabel, self.ylabel, self.legend = xlabel, ylabel, tuple(legend)
+        self.X: list[list[float]] = [[] for _ in self.legend]
+        self.Y: list[list[float]] = [[] for _ in self.legend]
+        """The values of each line; ``Y[0][-1]`` is the last value of the first line."""
+
+    def add(self, x: float, ys: Sequence[float | None]) -> None:
+        """Add a point to each line and redraw the plot.
+
+        Args:
+            x: the position of the points.
+            ys: a value for each line, None for a line without a new point.
+
+        Raises:
+            ConfigError: the number of values is not that of the lines, or a value is not a number. No line has changed.
+            OSError: the plot cannot be written.
+        """
+        count = len(ys) if isinstance(ys, Sequence | np.ndarray) else type_named(ys)
+        if count != len(self.legend):
+            raise ConfigError("Animator.add", expected=f"a list of {len(self.legend)} values", got=count)
+        try:
+            points = [(line, float(x), float(y)) for line, y in enumerate(ys) if y is not None]
+        except HpcdpError:
+            raise
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ConfigError("Animator.add", expected="numbers, or None", got=error) from error
+        for line, at_x, at_y in points:
+            self.X[line].append(at_x)
+            self.Y[line].append(at_y)
+        figure, (axes,) = styled(1, (5.0, 3.4))
+        for name, at, values in zip(self.legend, self.X, self.Y, strict=True):
+            shown = [max(-LARGEST, min(value, LARGEST)) for value in values]
+            axes.plot(at, shown, linewidth=1.4, marker="o", markersize=3, label=name)
+        axes.set_xlabel(self.xlabel)
+        axes.set_ylabel(self.ylabel)
+        axes.legend(frameon=False)
+        replace_file(self.path, png(figure))
+
+
+def styled(count: int, size: tuple[float, float], columns: int = 1) -> tuple[Any, list[Any]]:
+    """Return a figure of ``size`` inches and its ``count`` axes, arranged in ``columns``."""
+    # Figure and the Agg canvas alone: pyplot would open a display and keep the figure in a global list.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    all_axes = figure.subplots(-(-count // columns), columns, squeeze=False).reshape(-1).tolist()
+    for axes in all_axes:
+        axes.grid(True, color="#d9d9d9", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_axisbelow(True)
+    return figure, all_axes
+
+
+def by_powers(axes: Any) -> None:
+    """Give ``axes`` a logarithmic y-axis with plain numbers."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axes.set_yscale("log")
+    subs = (1, 2, 5) if axes.dataLim.ymax < 1e4 * axes.dataLim.minposy else (1,)  # else LogLocator drops all ticks
+    axes.yaxis.set_major_locator(LogLocator(subs=subs))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def points(records: Sequence[Record], kind: str, name: str) -> tuple[list[float], list[float]]:
+    """Return the epochs and the values of a metric in the records of one ``kind``, at most `LARGEST`."""
+    shown = [record for record in records if record["kind"] == kind and record.get(name) is not None]
+    return [record["epoch"] for record in shown], [min(record[name], LARGEST) for record in shown]
+
+
+def _label(values: Sequence[float], unit: str) -> str:
+    if not values:
+        return "test"
+    return f"test, last {values[-1]:.2%}" if unit == "%" else f"test, last {loss_text(values[-1])}"
+
+
+def _zoom_to_the_end(axes: object, values: Sequence[float]) -> None:
+    """Cut off the start of a run, whose low accuracy would flatten the end of the curve."""
+    if not values:
+        return
+    best, worst = max(values), min(values)
+    low = max(worst, best - 0.25)
+    axes.set_ylim(low - 0.01, min(1.0, best) + 0.01 + 0.02 * (best - low))  # type: ignore[attr-defined]
+
+
+def loss_text(loss: float) -> str:
+    """Format a loss with four decimals, unless training has diverged."""
+    return f"{loss:.4f}" if abs(loss) < 1e6 else f"{loss:.4g}"
+
+
+def slowest_rank(epochs: Sequence[Record]) -> str | None:
+    """Describe the rank that was the slowest one in most epochs; None for a run of one rank."""
+    compared = [record for record in epochs if "slowest_rank" in record]
+    if not compared:
+        return None
+    rank, times = Counter(record["slowest_rank"] for record in compared).most_common(1)[0]
+    of_rank = [record for record in compared if record["slowest_rank"] == rank]
+    ratio = statistics.median(record["slowest_ratio"] for record in of_rank)
+    host = of_rank[-1]["slowest_host"]
+    return f"rank {rank} on {host} in {times} of {len(compared)} epochs, {ratio:.2f} x the median"

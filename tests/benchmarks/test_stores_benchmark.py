@@ -13,7 +13,7 @@ import bench_stores as stores
 from bench_harness import programs
 from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError
-from hpcdp.train.runs.config import TrainConfig
+from hpcdp.train.config import TrainConfig
 
 
 @pytest.mark.thorough

@@ -11,7 +11,7 @@ import numpy as np
 from mpi4py import MPI
 import hpcdp
 from hpcdp import autograd, checkpoint, kvstore, nn, optim
-from hpcdp.train.preemption import Agreement
+from hpcdp.train.checkpoints import Agreement
 
 world, x = hpcdp.init(), np.ones((3, 4), np.float32)
 

@@ -15,8 +15,8 @@ import hpcdp
 from hpcdp import optim
 from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, DataError, MismatchError, StaleGradientError
-from hpcdp.train.runs.config import TrainConfig
-from hpcdp.train.runs.run import saved_by_compression
+from hpcdp.train.config import TrainConfig
+from hpcdp.train.run import saved_by_compression
 from hpcdp.train.trainer import Trainer
 
 CODECS = ["fp16", "bf16", "2bit", "1bit", "topk:ratio=0.2"]

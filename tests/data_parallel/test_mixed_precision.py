@@ -18,8 +18,8 @@ from hpcdp.core.arrays import dtype_of, to_host
 from hpcdp.data_parallel import gradient_policy as data_parallel_policy
 from hpcdp.data_parallel.gradient_policy import DynamicLossScale
 from hpcdp.errors import ConfigError, MismatchError
-from hpcdp.train.evaluate import evaluate
 from hpcdp.train.fit import fit
+from hpcdp.train.metrics import evaluate
 from hpcdp.train.trainer import Trainer
 
 SHAPES = {"conv.weight": (20, 1, 3, 3), "norm.gamma": (20,), "dense.weight": (300, 41), "dense.bias": (7,)}

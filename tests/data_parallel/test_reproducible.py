@@ -11,8 +11,8 @@ import hpcdp
 from hpcdp import Trainer, nn, optim
 from hpcdp.comm import thread_comm
 from hpcdp.data import DataLoader, ShardedSampler, VirtualShardSampler
-from hpcdp.train.evaluate import evaluate
 from hpcdp.train.fit import fit
+from hpcdp.train.metrics import evaluate
 
 WORLDS = [(1, None), (2, None), (3, None), (4, None), (8, None), (2, 1), (3, 1), (3, 2), (4, 2), (5, 2), (7, 1), (8, 3)]
 """Ranks, and ranks per node."""

@@ -99,8 +99,8 @@ def test_another_version_of_cupy_is_refused_in_one_line(on_fake_gpu: Run) -> Non
 def test_ranks_that_share_a_gpu_share_its_memory(on_fake_gpu: Run, gpus: str, limit: str, share: float) -> None:
     program = """
         import cupy, hpcdp
-        from hpcdp.train.runs.config import TrainConfig
-        from hpcdp.train.runs.run import choose_device
+        from hpcdp.train.config import TrainConfig
+        from hpcdp.train.run import choose_device
         world = hpcdp.init()
         choose_device(TrainConfig(device="gpu"), world)
         found = world.comm.allgather_json(cupy.get_default_memory_pool().get_limit() / 2**30)
@@ -211,7 +211,7 @@ def test_runs_and_collectives_of_another_gpu_than_the_current_one(on_fake_gpu: R
         import hpcdp
         from hpcdp import data, nn, optim, train
         from hpcdp.core.arrays import Device, cpu, gpu
-        from hpcdp.train.evaluate import evaluate
+        from hpcdp.train.metrics import evaluate
         from hpcdp.train.fit import fit
         warnings.simplefilter("error")
         there = gpu(1)

@@ -16,9 +16,8 @@ from hpcdp.data import ArrayDataset, DataLoader, ShardedSampler, SharedSampler
 from hpcdp.errors import ConfigError, StaleGradientError
 from hpcdp.nn.functional import softmax_cross_entropy
 from hpcdp.train.callbacks import Callback
-from hpcdp.train.evaluate import evaluate
-from hpcdp.train.fit import fit
-from hpcdp.train.load_balance import SharedCount
+from hpcdp.train.fit import SharedCount, fit
+from hpcdp.train.metrics import evaluate
 
 RNG = np.random.default_rng(11)
 CENTERS = RNG.normal(size=(3, 5)) * 2

@@ -12,8 +12,8 @@ from hpcdp.comm import thread_comm
 from hpcdp.data import ArrayDataset, DataLoader, ShardedSampler
 from hpcdp.errors import ConfigError, DeviceError
 from hpcdp.nn.functional import softmax_cross_entropy
-from hpcdp.train.evaluate import evaluate
 from hpcdp.train.fit import fit
+from hpcdp.train.metrics import evaluate
 from hpcdp.train.trainer import Trainer
 
 RNG = np.random.default_rng(5)

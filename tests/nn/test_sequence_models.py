@@ -9,7 +9,7 @@ from hpcdp.comm import thread_comm
 from hpcdp.data import ArrayDataset, ShardedSampler
 from hpcdp.errors import ConfigError, UnsupportedError
 from hpcdp.nn.functional import softmax_cross_entropy
-from hpcdp.train.evaluate import evaluate
+from hpcdp.train.metrics import evaluate
 from hpcdp.train.trainer import Trainer
 
 TOKENS = np.random.default_rng(4).integers(0, 7, size=(13, 6))

@@ -10,8 +10,8 @@ from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError
 from hpcdp.train.callbacks import Callback, EarlyStopping
 from hpcdp.train.checkpoints import Checkpoints
-from hpcdp.train.evaluate import Evaluation
 from hpcdp.train.fit import fit
+from hpcdp.train.metrics import Evaluation
 from hpcdp.train.trainer import Trainer
 
 X, Y = np.random.default_rng(0).normal(size=(20, 4)).astype(np.float32), np.arange(20) % 3

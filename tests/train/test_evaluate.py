@@ -11,8 +11,8 @@ from hpcdp.data import ArrayDataset
 from hpcdp.errors import ConfigError, UnsupportedError
 from hpcdp.train import SyncBatchNorm
 from hpcdp.train.chrome_trace import traced
-from hpcdp.train.evaluate import Evaluation, evaluate
 from hpcdp.train.fit import fit
+from hpcdp.train.metrics import Evaluation, evaluate
 
 
 def dataset(n: int) -> ArrayDataset:

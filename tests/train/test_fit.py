@@ -13,9 +13,9 @@ from hpcdp.nn.functional import l2_loss
 from hpcdp.parallel.sync_batch_norm import SyncBatchNorm
 from hpcdp.train.callbacks import Callback, EarlyStopping, ShowProgress
 from hpcdp.train.checkpoints import Checkpoints
-from hpcdp.train.evaluate import Evaluation, evaluate
 from hpcdp.train.fit import fit
-from hpcdp.train.progress import draw_curves
+from hpcdp.train.metrics import Evaluation, evaluate
+from hpcdp.train.report import draw_curves
 from hpcdp.train.trainer import Trainer
 
 RNG = np.random.default_rng(11)

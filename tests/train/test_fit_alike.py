@@ -8,11 +8,10 @@ from hpcdp import checkpoint, data, nn, optim
 from hpcdp.comm import thread_comm
 from hpcdp.errors import MismatchError
 from hpcdp.train import SyncBatchNorm
-from hpcdp.train.callbacks import Callback, EarlyStopping
+from hpcdp.train.callbacks import AdaptWorkLoad, Callback, EarlyStopping
 from hpcdp.train.checkpoints import Checkpoints
-from hpcdp.train.evaluate import evaluate
 from hpcdp.train.fit import fit
-from hpcdp.train.load_balance import AdaptWorkLoad
+from hpcdp.train.metrics import evaluate
 from hpcdp.train.trainer import Trainer
 
 X, Y = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32), np.arange(40) % 3

@@ -11,9 +11,8 @@ from hpcdp import data, kernels, nn, optim
 from hpcdp.comm import thread_comm
 from hpcdp.core.arrays import Device, cpu, gpu, to_host
 from hpcdp.parallel.sync_batch_norm import SyncBatchNorm
-from hpcdp.train.evaluate import evaluate
 from hpcdp.train.fit import fit
-from hpcdp.train.metrics import BatchSums
+from hpcdp.train.metrics import BatchSums, evaluate
 from hpcdp.train.trainer import Trainer
 
 N = 30

@@ -16,8 +16,8 @@ from hpcdp.comm.world import Gpu
 from hpcdp.core.arrays import from_host, to_host
 from hpcdp.parallel.sync_batch_norm import SyncBatchNorm
 from hpcdp.train.checkpoints import Checkpoints
-from hpcdp.train.evaluate import evaluate
 from hpcdp.train.fit import fit
+from hpcdp.train.metrics import evaluate
 from hpcdp.train.trainer import Trainer
 
 N, BATCH = 181, 18

@@ -6,8 +6,8 @@ import pytest
 from raises import raises
 
 from hpcdp.errors import ConfigError
-from hpcdp.train import progress
-from hpcdp.train.progress import draw_curves
+from hpcdp.train import report
+from hpcdp.train.report import draw_curves
 
 
 def records(epochs: int, loss: float = 0.5) -> list[dict]:
@@ -58,7 +58,7 @@ def test_drawing_again_replaces_the_picture_and_leaves_no_other_file(tmp_path):
 
 
 def test_lines_grow_with_every_point(tmp_path):
-    animator = progress.Animator(tmp_path / "test.png", "epoch", ("training", "test"), "accuracy")
+    animator = report.Animator(tmp_path / "test.png", "epoch", ("training", "test"), "accuracy")
     sizes = []
     for epoch in (1, 2, 3):
         animator.add(epoch, (0.5 * epoch, None if epoch == 1 else 0.25 * epoch))
@@ -67,7 +67,7 @@ def test_lines_grow_with_every_point(tmp_path):
     assert len(set(sizes)) == 3 and list(tmp_path.iterdir()) == [tmp_path / "test.png"]
     with raises(ConfigError, operation="Animator.add", expected=["list", 2], got=1):
         animator.add(4, (1.0,))
-    gone = progress.Animator(tmp_path / "test.png", "epoch", ("a",))
+    gone = report.Animator(tmp_path / "test.png", "epoch", ("a",))
     gone.path = tmp_path / "none" / "test.png"
     with pytest.raises(OSError):
         gone.add(1, (2.0,))
@@ -76,8 +76,8 @@ def test_lines_grow_with_every_point(tmp_path):
 @pytest.mark.parametrize(
     ("draw", "got"),
     [
-        (lambda: progress.Animator("a.xyz", "epoch", ["loss"]), "'a.xyz'"),
-        (lambda: progress.Animator("a.png", "epoch", "loss"), "'loss'"),
+        (lambda: report.Animator("a.xyz", "epoch", ["loss"]), "'a.xyz'"),
+        (lambda: report.Animator("a.png", "epoch", "loss"), "'loss'"),
         (lambda: draw_curves([], "a"), "'a'"),
     ],
 )
@@ -89,10 +89,10 @@ def test_other_files_and_names_that_are_no_list_are_refused(draw, got):
 
 def test_what_an_animator_cannot_draw_is_refused_when_it_is_said(tmp_path):
     with raises(ConfigError, operation="Animator", where=tmp_path / "none/a.png"):
-        progress.Animator(tmp_path / "none" / "a.png", "epoch", ["loss"])
+        report.Animator(tmp_path / "none" / "a.png", "epoch", ["loss"])
     with raises(ConfigError, operation="Animator.add", expected=["list", 1], got="float"):
-        progress.Animator(tmp_path / "a.png", "epoch", ["loss"]).add(1, 0.5)
-    animator = progress.Animator(tmp_path / "a.png", "epoch", ["loss", "accuracy"])
+        report.Animator(tmp_path / "a.png", "epoch", ["loss"]).add(1, 0.5)
+    animator = report.Animator(tmp_path / "a.png", "epoch", ["loss", "accuracy"])
     animator.add(1, (0.5, 0.5))
     with raises(ConfigError, operation="Animator.add", expected=None):
         animator.add(2, (0.5, "x"))

@@ -13,8 +13,8 @@ from hpcdp.comm import thread_comm
 from hpcdp.core import environment
 from hpcdp.core.environment import SAVE_AT, started_by_srun
 from hpcdp.errors import ConfigError
-from hpcdp.train import preemption
-from hpcdp.train.preemption import Agreement, Reason, StopRequests
+from hpcdp.train import checkpoints
+from hpcdp.train.checkpoints import Agreement, Reason, StopRequests
 
 SRUN = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
 
@@ -46,7 +46,7 @@ def test_a_command_that_is_at_its_end_dies_of_none(run, numbers):
     command = (
         "import atexit, os, signal\n"
         "from hpcdp.core import environment\n"
-        "from hpcdp.train.preemption import StopRequests\n"
+        "from hpcdp.train.checkpoints import StopRequests\n"
         "environment.note_usr1()\n"
         f"{run}\n"
         "class Late:\n"
@@ -94,7 +94,7 @@ def later(monkeypatch):
     """Sets the clock forward by some seconds."""
     passed = []
     clock = SimpleNamespace(time=time.time, monotonic=lambda: time.monotonic() + sum(passed))
-    monkeypatch.setattr(preemption, "time", clock)
+    monkeypatch.setattr(checkpoints, "time", clock)
     return passed.append
 
 

@@ -9,8 +9,9 @@ import termios
 
 import pytest
 
-from hpcdp.train import progress
-from hpcdp.train.progress import LogProgress, epoch_lines, terminal_columns
+from hpcdp.core.environment import terminal_columns
+from hpcdp.train import callbacks
+from hpcdp.train.callbacks import LogProgress, epoch_lines
 
 TIMES = {"compute_s": 1234.5, "comm_s": 321.0, "comm_exposed_s": 123.456, "critical_path_s": 1300.25}
 SLOWEST = {"slowest_rank": 3, "slowest_host": "node17", "slowest_ratio": 1.8449, "stragglers": ["rank 3 on node17"]}
@@ -18,14 +19,16 @@ LATEST = {"loss": 0.4321, "accuracy": 0.912, "samples_per_s": 12345.6, "step": 3
 
 SHOW = f"""
 import sys
-from hpcdp.train import progress
-progress._REFRESH_S = 0.0
-display = progress.create(epochs=100, steps=1000, verbose=True)
+from hpcdp.train import callbacks
+callbacks._REFRESH_S = 0.0
+shown = callbacks.ShowProgress(verbose=True)
+shown.on_start(epochs=100, steps=1000)
+shown.on_record({LATEST} | {{"kind": "step"}})
 for step in range(951, 1001):
-    display.step(100, step, {LATEST})
-display.epoch({LATEST | TIMES | SLOWEST} | {{"epoch": 100, "test_accuracy": 0.9876}})
-display.close()
-print("end", type(display).__name__)
+    shown.on_step(100, step)
+shown.on_record({LATEST | TIMES | SLOWEST} | {{"kind": "epoch", "epoch": 100, "test_accuracy": 0.9876}})
+shown.on_end()
+print("end", type(shown._display).__name__)
 """
 
 
@@ -100,7 +103,7 @@ def test_a_log_has_plain_lines(environment, variables):
 
 def test_a_long_epoch_gets_a_line_now_and_then(monkeypatch):
     now = iter(range(0, 10_000, 4))
-    monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(now)))
+    monkeypatch.setattr(callbacks.time, "monotonic", lambda: float(next(now)))
     stream = io.StringIO()
     display = LogProgress(2, 50, stream)
     for step in range(1, 51):
@@ -112,7 +115,7 @@ def test_a_long_epoch_gets_a_line_now_and_then(monkeypatch):
 
 def test_a_pseudo_terminal_without_width_is_a_log_when_the_launcher_writes_to_a_file(environment, tmp_path):
     """What a rank of Open MPI sees, when mpirun's output was redirected."""
-    ask = "import sys; from hpcdp.train.progress import terminal_columns; print(terminal_columns(sys.stdout))"
+    ask = "import sys; from hpcdp.core.environment import terminal_columns; print(terminal_columns(sys.stdout))"
     start = (
         "import os, pty, subprocess, sys\n"
         "master, slave = pty.openpty()\n"

@@ -14,7 +14,7 @@ import pytest
 from hpcdp.cli import main
 from hpcdp.train import report
 from hpcdp.train.metrics import read_metrics
-from hpcdp.train.progress import draw_curves
+from hpcdp.train.report import draw_curves
 
 
 def write_run(folder, epochs=3, ranks=2, lr=0.1, torn=False):
@@ -137,8 +137,8 @@ def drawn(monkeypatch):
     """The axes of each picture that a test draws."""
     kept, styled = [], report.styled
 
-    def keep(*arguments):
-        figure, axes = styled(*arguments)
+    def keep(*arguments, **options):
+        figure, axes = styled(*arguments, **options)
         kept.append(axes)
         return figure, axes
 

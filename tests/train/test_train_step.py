@@ -15,9 +15,8 @@ from hpcdp import autograd, data, nn, optim
 from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, HpcdpError, StaleGradientError
 from hpcdp.train import SyncBatchNorm, TrainStep
-from hpcdp.train.evaluate import evaluate
 from hpcdp.train.fit import fit
-from hpcdp.train.metrics import read_metrics
+from hpcdp.train.metrics import evaluate, read_metrics
 
 F = nn.functional
 

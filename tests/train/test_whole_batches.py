@@ -12,9 +12,9 @@ from hpcdp.data import ArrayDataset, DataLoader, ShardedSampler
 from hpcdp.errors import ConfigError, MismatchError
 from hpcdp.parallel import Pipeline
 from hpcdp.train import SyncBatchNorm, TrainStep
-from hpcdp.train.evaluate import Evaluation, evaluate
+from hpcdp.train.callbacks import AdaptWorkLoad
 from hpcdp.train.fit import fit
-from hpcdp.train.load_balance import AdaptWorkLoad
+from hpcdp.train.metrics import Evaluation, evaluate
 
 CE = nn.functional.softmax_cross_entropy
 RNG = np.random.default_rng(3)

@@ -9,9 +9,9 @@ from hpcdp import nn, optim
 from hpcdp.comm import thread_comm
 from hpcdp.data import ArrayDataset, DataLoader, ShardedSampler
 from hpcdp.errors import ConfigError
+from hpcdp.train.callbacks import AdaptWorkLoad, adapted
+from hpcdp.train.config import TrainConfig, parse_work_load
 from hpcdp.train.fit import fit
-from hpcdp.train.load_balance import AdaptWorkLoad, adapted, parse_work_load
-from hpcdp.train.runs.config import TrainConfig
 from hpcdp.train.trainer import Trainer
 
 RNG = np.random.default_rng(3)

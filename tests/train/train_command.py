@@ -41,7 +41,7 @@ def train_on_threads(monkeypatch: pytest.MonkeyPatch, folder: Path, ranks: int, 
     with monkeypatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("OMPI_COMM_WORLD_SIZE", str(ranks))
-        for name in ("hpcdp.train.runs.run.init", "hpcdp.comm.init"):
+        for name in ("hpcdp.train.run.init", "hpcdp.comm.init"):
             patch.setattr(name, lambda: own.world)
         return thread_comm.run(ranks, rank)
 

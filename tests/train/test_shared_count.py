@@ -5,7 +5,7 @@ import pytest
 
 from hpcdp.comm import thread_comm
 from hpcdp.data import ArrayDataset, DataLoader, SharedSampler
-from hpcdp.train.load_balance import SharedCount
+from hpcdp.train.fit import SharedCount
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])

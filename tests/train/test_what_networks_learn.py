@@ -8,10 +8,10 @@ import pytest
 from train_command import start
 
 from hpcdp.compression import CODECS
+from hpcdp.train.config import TrainConfig
 from hpcdp.train.metrics import read_metrics
-from hpcdp.train.runs.config import TrainConfig
 
-PAGE = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 ROWS = re.findall(r"^\| `hpcdp train (.*?)` \| (\d+) \| ([\d.]+)% \| ([\d.]+) \|", PAGE, re.M)
 MEASURED = ("loss", "accuracy", "test_loss", "test_accuracy")
 

@@ -12,9 +12,9 @@ from hpcdp.comm import world as comm_world
 from hpcdp.comm.world import Gpu
 from hpcdp.core.arrays import cpu
 from hpcdp.errors import ConfigError
-from hpcdp.train.runs import run
-from hpcdp.train.runs.config import TrainConfig
-from hpcdp.train.runs.run import choose_device, described
+from hpcdp.train import run
+from hpcdp.train.config import TrainConfig
+from hpcdp.train.run import choose_device, described
 
 A, B = (Gpu(i, f"NVIDIA {'AB'[i]}", f"0000:{i:02x}:00.0", str(i)) for i in range(2))
 

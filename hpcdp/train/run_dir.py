@@ -15,14 +15,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ...checkpoint import directory, flatten
-from ...checkpoint.inspect import look_at
-from ...comm import World
-from ...comm.consistency import on_rank_0
-from ...core.environment import explained
-from ...errors import ConfigError, DataError, HpcdpError, listed, reason
-from ..metrics import MetricsLog, Record, read_metrics, replace_file
-from ..progress import draw_curves
+from ..checkpoint import directory, flatten
+from ..checkpoint.inspect import look_at
+from ..comm import World
+from ..comm.consistency import on_rank_0
+from ..core.environment import explained
+from ..errors import ConfigError, DataError, HpcdpError, listed, reason
 from .config import (
     AUTO,
     CHECKPOINTS,
@@ -33,6 +31,8 @@ from .config import (
     read_toml,
     uncollected,
 )
+from .metrics import MetricsLog, Record, read_metrics, replace_file
+from .report import draw_curves
 
 RUN_FILES = (
     "config.toml", "metrics.jsonl", "events.out.tfevents.*", "*.png", "*.png.part", "config.toml.part",

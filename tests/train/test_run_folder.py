@@ -13,10 +13,10 @@ from hpcdp.checkpoint.directory import WriterLock
 from hpcdp.cli import checkpoint
 from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, DataError
+from hpcdp.train import config as runs_config
+from hpcdp.train.config import TrainConfig
 from hpcdp.train.metrics import read_metrics
-from hpcdp.train.runs import config as runs_config
-from hpcdp.train.runs.config import TrainConfig
-from hpcdp.train.runs.run_dir import RunFolder, draw_run, make_run_folder, open_run_folder
+from hpcdp.train.run_dir import RunFolder, draw_run, make_run_folder, open_run_folder
 
 STEP = {"kind": "step", "step": 1, "epoch": 0.5, "loss": 1.5, "accuracy": 0.5}
 
@@ -158,7 +158,7 @@ def test_a_run_whose_files_are_not_complete_fails_on_every_rank_after_its_report
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("hpcdp.train.runs.run_dir.draw_curves", full)
+    monkeypatch.setattr("hpcdp.train.run_dir.draw_curves", full)
     assert train_on_threads(monkeypatch, tmp_path, 3, "mlp", "--epochs", "1", "--run-dir", "runs/a") == [1, 1, 1]
     shown = capsys.readouterr()
     assert "run folder     runs/a, not complete: No space left on device" in shown.out
@@ -214,7 +214,7 @@ def test_no_rank_ends_the_job_before_rank_0_can_report_why(tmp_path, monkeypatch
         order.append("drawn")
 
     monkeypatch.setattr(directory, "commit", full)
-    monkeypatch.setattr("hpcdp.train.runs.run_dir.draw_curves", draw)
+    monkeypatch.setattr("hpcdp.train.run_dir.draw_curves", draw)
     monkeypatch.setattr("hpcdp.cli.fail", lambda error, status: order.append(str(error)) or status)
     assert train_on_threads(monkeypatch, tmp_path, 3, "mlp", "--epochs", "1", "--run-dir", "a") == [1, 1, 1]
     assert order[0] == "drawn" and len(order) == 4

@@ -12,9 +12,9 @@ from hpcdp.checkpoint.directory import WriterLock
 from hpcdp.cli import train as cli_train
 from hpcdp.errors import ConfigError
 from hpcdp.kvstore import KINDS
-from hpcdp.train.runs import config as runs_config
-from hpcdp.train.runs import run_dir
-from hpcdp.train.runs.config import TrainConfig
+from hpcdp.train import config as runs_config
+from hpcdp.train import run_dir
+from hpcdp.train.config import TrainConfig
 
 
 @pytest.mark.parametrize(

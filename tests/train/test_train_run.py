@@ -19,12 +19,12 @@ from hpcdp import cli
 from hpcdp.cli import train as cli_train
 from hpcdp.core.environment import end_early
 from hpcdp.errors import Terminated
+from hpcdp.train import config as runs_config
+from hpcdp.train.checkpoints import StopRequests
+from hpcdp.train.config import TrainConfig
 from hpcdp.train.metrics import read_metrics
-from hpcdp.train.preemption import StopRequests
-from hpcdp.train.runs import config as runs_config
-from hpcdp.train.runs.config import TrainConfig
-from hpcdp.train.runs.run import _interruptible, report
-from hpcdp.train.runs.run_dir import RunFolder
+from hpcdp.train.run import _interruptible, report
+from hpcdp.train.run_dir import RunFolder
 
 
 def widest(lines: list[str]) -> int:

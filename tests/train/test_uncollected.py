@@ -2,7 +2,7 @@ import gc
 
 import pytest
 
-from hpcdp.train.runs.config import uncollected
+from hpcdp.train.config import uncollected
 
 
 def test_the_collector_rests_and_goes_on_after_an_error_too():

@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...core import files
-from ...core.checks import check_name
-from ...errors import ConfigError
+from ..core import files
+from ..core.checks import check_name
+from ..errors import ConfigError
 
 
 @contextlib.contextmanager
@@ -314,15 +314,18 @@ class TrainConfig:
                 check_range(field, value)
         self._check_data()
         if self.compression is not None:
-            from ...compression import Compression  # imported late: --help must not load NumPy
+            from ..compression import Compression  # imported late: --help must not load NumPy
 
             Compression.of(self.compression)
         if self.work_load is not None:
-            from ..load_balance import check_work_load  # imported late, as above
-
-            check_work_load(self)
+            parse_work_load(self.work_load, self.ranks)
+            if self.reproducible or self.kv_store == "dist_async":
+                got = "reproducible" if self.reproducible else f"kv_store={self.kv_store}"
+                raise ConfigError(
+                    "setting work_load", expected="ranks that step together, on shares of a batch", got=got
+                )
         if self.reproducible and self.virtual_shards is None:
-            from ...data_parallel.deterministic import VIRTUAL_SHARDS  # imported late, as above
+            from ..data_parallel.deterministic import VIRTUAL_SHARDS  # imported late, as above
 
             object.__setattr__(self, "virtual_shards", VIRTUAL_SHARDS)
         for is_broken, name, expected in self._rules():
@@ -491,3 +494,29 @@ def parse(name: str, text: str | bool) -> Any:
         return kind(text)
     except ValueError as error:
         raise ConfigError(f"setting {name}", expected=_expected(field, kind), got=repr(text)) from error
+
+
+MEASURED = "measured"
+"""The setting for shares that follow the speed of ranks."""
+
+
+def parse_work_load(text: str | None, ranks: int | None) -> list[float] | None:
+    """Return the shares of a setting, one per rank; None if they are equal or measured.
+
+    Args:
+        text: comma-separated numbers, `MEASURED` or None.
+        ranks: the number of shares; None: any number.
+
+    Raises:
+        ConfigError: the text is invalid, or has another number of shares.
+    """
+    if text in (None, MEASURED):
+        return None
+    try:
+        shares = [float(share) for share in str(text).split(",")]
+    except ValueError:
+        shares = []
+    if not shares or not all(0 < share < float("inf") for share in shares) or len(shares) != (ranks or len(shares)):
+        count = "a positive number per rank" if ranks is None else f"{ranks} positive numbers"
+        raise ConfigError("setting work_load", expected=f"{count}, comma-separated, or {MEASURED!r}", got=repr(text))
+    return shares

@@ -20,35 +20,32 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from ... import data, kernels, kvstore, nn, optim
-from ...autograd import record
-from ...checkpoint import Manager
-from ...collectives import allreduce
-from ...comm import World, init
-from ...comm import world as comm_world
-from ...comm.consistency import on_every_rank, on_rank_0
-from ...comm.world import device_of
-from ...compression import pays_below
-from ...core.arrays import MEMORY_LIMIT, Device, cpu
-from ...core.environment import explained
-from ...data_parallel.base_trainer import BaseTrainer
-from ...data_parallel.bucket_trainer import BucketTrainer
-from ...errors import ConfigError, HpcdpError, MismatchError, SaveError, Terminated, listed
-from ...kvstore.trainer import StoreTrainer
-from ...nn import Module, models
-from ...nn.functional import softmax_cross_entropy
-from ..callbacks import Callback, EarlyStopping, KeepMetrics, ShowProgress
-from ..checkpoints import AUTO, Checkpoints
-from ..chrome_trace import Recording, check_path, traced
-from ..evaluate import evaluate, perplexity
-from ..fit import fit
-from ..load_balance import MEASURED, AdaptWorkLoad, KeepWorkLoad, SharedCount, parse_work_load
-from ..metrics import Record, peak_memory_mb
-from ..preemption import StopRequests
-from ..progress import slowest_rank
-from ..trainer import Trainer
-from .config import SEQUENCE_MODELS, TrainConfig, uncollected
+from .. import data, kernels, kvstore, nn, optim
+from ..autograd import record
+from ..checkpoint import Manager
+from ..collectives import allreduce
+from ..comm import World, init
+from ..comm import world as comm_world
+from ..comm.consistency import on_every_rank, on_rank_0
+from ..comm.world import device_of
+from ..compression import pays_below
+from ..core.arrays import MEMORY_LIMIT, Device, cpu
+from ..core.environment import explained
+from ..data_parallel.base_trainer import BaseTrainer
+from ..data_parallel.bucket_trainer import BucketTrainer
+from ..errors import ConfigError, HpcdpError, MismatchError, SaveError, Terminated, listed
+from ..kvstore.trainer import StoreTrainer
+from ..nn import Module, models
+from ..nn.functional import softmax_cross_entropy
+from .callbacks import AdaptWorkLoad, Callback, EarlyStopping, KeepMetrics, KeepWorkLoad, ShowProgress
+from .checkpoints import AUTO, Checkpoints, StopRequests
+from .chrome_trace import Recording, check_path, traced
+from .config import MEASURED, SEQUENCE_MODELS, TrainConfig, parse_work_load, uncollected
+from .fit import SharedCount, fit
+from .metrics import Record, evaluate, peak_memory_mb, perplexity
+from .report import slowest_rank
 from .run_dir import CHECKPOINTS, RunFolder, drop_empty_run_dir, is_finished, make_run_folder, open_run_folder
+from .trainer import Trainer
 
 _FOR_POOLS = 0.9
 """The fraction of a shared GPU's memory for the pools of its ranks; the rest is for allocations outside of pools."""

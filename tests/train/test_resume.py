@@ -16,11 +16,9 @@ from hpcdp.checkpoint.directory import WriterLock
 from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, DataError, SaveError
 from hpcdp.train.callbacks import Callback
-from hpcdp.train.checkpoints import Checkpoints
-from hpcdp.train.evaluate import evaluate
-from hpcdp.train.fit import fit
-from hpcdp.train.load_balance import SharedCount
-from hpcdp.train.preemption import Reason, StopRequests
+from hpcdp.train.checkpoints import Checkpoints, Reason, StopRequests
+from hpcdp.train.fit import SharedCount, fit
+from hpcdp.train.metrics import evaluate
 from hpcdp.train.trainer import Trainer
 
 RNG = np.random.default_rng(11)
@@ -362,7 +360,7 @@ def test_what_it_is_made_of(every):
         ({"stop": 5}, {"where": "stop", "expected": ["StopRequests()", None], "got": 5}),
         (
             {"stop": StopRequests},
-            {"where": "stop", "expected": ["StopRequests()", None], "got": "hpcdp.train.preemption.StopRequests"},
+            {"where": "stop", "expected": ["StopRequests()", None], "got": "hpcdp.train.checkpoints.StopRequests"},
         ),
         ({"extra": ["average"]}, {"where": "extra", "expected": ["dict", None], "got": "['average']"}),
         ({"config": 5}, {"where": "config", "expected": ["dict", None], "got": 5}),

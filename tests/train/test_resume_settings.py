@@ -11,9 +11,9 @@ from hpcdp.checkpoint import Manager, directory
 from hpcdp.checkpoint.directory import WriterLock
 from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, DataError
-from hpcdp.train.runs import run_dir
-from hpcdp.train.runs.config import TrainConfig
-from hpcdp.train.runs.run_dir import is_finished, settled
+from hpcdp.train import run_dir
+from hpcdp.train.config import TrainConfig
+from hpcdp.train.run_dir import is_finished, settled
 
 
 def leave_run(folder: Path, *, complete: bool = True, epoch: int = 2, ended: int | None = None, **settings) -> None:

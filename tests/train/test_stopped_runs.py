@@ -13,8 +13,8 @@ from train_command import ENVIRONMENT, RUN, start, train, train_on_threads
 from hpcdp.checkpoint.directory import WriterLock
 from hpcdp.data import ShardedSampler
 from hpcdp.launch import process_monitor
+from hpcdp.train import config
 from hpcdp.train.metrics import read_metrics
-from hpcdp.train.runs import config
 
 SAME = ("kind", "step", "epoch", "loss", "accuracy", "samples", "learning_rate", "test_loss", "test_accuracy")
 
