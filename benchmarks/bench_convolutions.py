@@ -30,7 +30,7 @@ from hpcdp.bench.measure import (
     pin_to_own_core,
     turn_medians,
 )
-from hpcdp.kernels import buffers, reference
+from hpcdp.kernels import reference
 from hpcdp.kernels.reference import output_size
 from hpcdp.launch.parser import Parser, at_least
 
@@ -96,7 +96,7 @@ class Arrays:
 
     @staticmethod
     def _like(x: np.ndarray) -> np.ndarray:
-        return buffers.empty(x.shape, x.dtype)
+        return kernels.empty(x.shape, x.dtype)
 
     def ours(self, module: Any, into: dict[str, np.ndarray]) -> dict[str, Callable[[], Any]]:
         """Return the passes by a ``module`` of convolution kernels."""

@@ -34,7 +34,6 @@ from hpcdp.bench.measure import (
     size_range,
     turn_medians,
 )
-from hpcdp.kernels import buffers
 from hpcdp.kernels import reference as plain
 
 _THRESHOLD = 0.5
@@ -115,7 +114,7 @@ def aligned(shape: int | tuple[int, ...], dtype: type) -> np.ndarray:
     NumPy's large arrays begin 16 bytes into one: every other store of a kernel then meets two lines (1 MB on Zen 3:
     unpacking 1 bit 28 us instead of 16, 2 bits 28 instead of 18, AdamW 125 instead of 110).
     """
-    x = buffers.empty(shape if isinstance(shape, tuple) else (shape,), dtype)
+    x = kernels.empty(shape if isinstance(shape, tuple) else (shape,), dtype)
     x[...] = 0
     return x
 

@@ -24,7 +24,7 @@ from . import kernels
 from .core.arrays import Array, array_namespace, dtype_name, is_cupy, is_host, words
 from .core.checks import instance, is_number, number, one_of, whole_number
 from .errors import ConfigError, UnsupportedError
-from .kernels import buffers
+from .kernels import empty
 
 __all__ = [
     "LARS", "SGD", "Adam", "AdamW", "ConstantSchedule", "CosineSchedule", "ExponentialSchedule", "MultiStepSchedule",
@@ -318,8 +318,8 @@ class Optimizer(Configurable, abc.ABC):
     def init_state(self, param: Array) -> dict[str, Array]:
         """Return the state before step 1: zeros like the flat array ``param``, by name ('momentum', 'm', 'v')."""
         xp = array_namespace(param)
-        state = {name: buffers.empty(param.shape, param.dtype, xp) for name in self.state_names()}
-        for array in state.values():  # `buffers.empty` aligns: an unaligned array would cost a tenth of the update
+        state = {name: empty(param.shape, param.dtype, xp) for name in self.state_names()}
+        for array in state.values():  # `empty` aligns: an unaligned array would cost a tenth of the update
             array[...] = 0
         return state
 

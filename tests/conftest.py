@@ -238,7 +238,7 @@ def counted_graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         cupy.ndarray.to_host = cupy.ndarray.get  # as the stand-in's
     else:
         request.getfixturevalue("graphs_on_host")
-    from hpcdp.kernels.cuda.capture import Capturer, CudaGraph
+    from hpcdp.kernels.cuda import Capturer, CudaGraph
 
     counted = SimpleNamespace(graphs=[], launches=[])
     capture, launch = Capturer.capture, CudaGraph.launch

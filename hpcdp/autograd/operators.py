@@ -18,9 +18,8 @@ from numpy.lib.array_utils import normalize_axis_tuple
 
 from ..core.arrays import Array, array_namespace, dtype_of, is_bfloat16, is_cupy, is_half
 from ..errors import UnsupportedError
-from ..kernels import kernels_for
-from ..kernels.buffers import empty
-from ..kernels.cuda.capture import matmul_of
+from ..kernels import empty, kernels_for
+from ..kernels.cuda import matmul_of
 from ..kernels.reference import ROWS_AT_ONCE, add_up_rows
 from . import tensor
 from .tape import Again, Call, Gradient, Pullback, modes, operator

@@ -27,8 +27,7 @@ import numpy as np
 
 from ..core.arrays import Array, Device, array_namespace, is_cupy, on_device_of, to_device_of
 from ..errors import ArrayMixError, HpcdpError, UnsupportedError, type_named
-from ..kernels import kernels_for
-from ..kernels.buffers import empty
+from ..kernels import empty, kernels_for
 
 if TYPE_CHECKING:
     from .tensor import Tensor

@@ -28,7 +28,7 @@ from numpy.lib.stride_tricks import as_strided
 from ..core.checks import whole_number
 from ..core.files import replaced, require_file
 from ..errors import ConfigError, DataError, MissingFileError, type_named
-from ..kernels.buffers import empty
+from ..kernels import empty
 
 
 def resize(images: np.ndarray, image_size: int | None) -> np.ndarray:

@@ -26,7 +26,7 @@ from ..core.arrays import Array, Device, Streams, from_host, is_cupy, on_device_
 from ..core.checks import instance, number, one_of
 from ..core.state import FitsSaved, Saved, require_state
 from ..errors import ConfigError, HpcdpError, NonFiniteGradientError, StaleGradientError, warn
-from ..kernels.cuda.capture import numbers
+from ..kernels.cuda import numbers
 from ..kernels.reference import clipped_scale
 from ..nn.virtual_shards import enter_shard
 from ..optim import Optimizer

@@ -47,7 +47,7 @@ from ..core import state as core_state
 from ..core.arrays import Array, array_namespace, from_host, is_half, is_host, to_host, words
 from ..core.state import cut_of
 from ..errors import ConfigError
-from ..kernels.buffers import empty
+from ..kernels import empty
 from ..optim import Optimizer, Schedule, segment_squares, squares
 from .buckets import Bucket, Parameter
 from .reducer import Reducer

@@ -440,15 +440,15 @@ def _pack_16(typingctx: Any, grad: Any, residual: Any, index: Any, threshold: An
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         added = Lanes(context, builder, (signature.args[0], args[0]), args[2], 16).load()
-        kept = Lanes(context, builder, (signature.args[1], args[1]), args[2], 16)
-        total = kept.rounded(builder.fadd(kept.load(), added))
-        up = kept.repeat(args[3])
+        lanes = Lanes(context, builder, (signature.args[1], args[1]), args[2], 16)
+        total = lanes.rounded(builder.fadd(lanes.load(), added))
+        up = lanes.repeat(args[3])
         down = builder.fneg(up)
         plus, minus = builder.fcmp_ordered(">=", total, up), builder.fcmp_ordered("<=", total, down)
-        size = kept.repeat(args[4])
-        sent = builder.select(plus, size, builder.select(minus, builder.fneg(size), kept.constant(0.0)))
-        kept.store(builder.fsub(total, sent))
-        return builder.or_(kept.bits(plus), builder.shl(kept.bits(minus), WORD(16)))
+        size = lanes.repeat(args[4])
+        sent = builder.select(plus, size, builder.select(minus, builder.fneg(size), lanes.constant(0.0)))
+        lanes.store(builder.fsub(total, sent))
+        return builder.or_(lanes.bits(plus), builder.shl(lanes.bits(minus), WORD(16)))
 
     return uint32(grad, residual, intp, float64, float64), generate
 
@@ -471,12 +471,12 @@ def _pack_32(typingctx: Any, grad: Any, residual: Any, index: Any, threshold: An
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         added = Lanes(context, builder, (signature.args[0], args[0]), args[2], 32).load()
-        kept = Lanes(context, builder, (signature.args[1], args[1]), args[2], 32)
-        total = kept.rounded(builder.fadd(kept.load(), added))
-        plus = builder.fcmp_ordered(">", total, kept.repeat(args[3]))
-        sent = kept.repeat(args[4])
-        kept.store(builder.fsub(total, builder.select(plus, sent, builder.fneg(sent))))
-        return kept.bits(plus)
+        lanes = Lanes(context, builder, (signature.args[1], args[1]), args[2], 32)
+        total = lanes.rounded(builder.fadd(lanes.load(), added))
+        plus = builder.fcmp_ordered(">", total, lanes.repeat(args[3]))
+        sent = lanes.repeat(args[4])
+        lanes.store(builder.fsub(total, builder.select(plus, sent, builder.fneg(sent))))
+        return lanes.bits(plus)
 
     return uint32(grad, residual, intp, float64, float64), generate
 
@@ -499,18 +499,18 @@ def pack_two_bit(grad, residual, threshold, magnitude, words):  # type: ignore[n
     """See `reference.pack_two_bit`."""
     if residual.size != grad.size or words.size * 16 < grad.size:
         raise ValueError("residual must have as many elements as grad, and words a bit field for each")
-    whole = grad.size // 16
-    for k in range(whole):
+    full_words = grad.size // 16
+    for k in range(full_words):
         words[k] = _pack_16(grad, residual, 16 * k, threshold, magnitude)
-    rest = grad.size - 16 * whole
-    if rest:
+    tail = grad.size - 16 * full_words
+    if tail:
         last_grad, last_residual = np.zeros(16, grad.dtype), np.zeros(16, residual.dtype)
-        for i in range(rest):
-            last_grad[i], last_residual[i] = grad[16 * whole + i], residual[16 * whole + i]
-        used = (1 << rest) - 1  # the padding's zeros may reach the threshold
-        words[whole] = _pack_16(last_grad, last_residual, 0, threshold, magnitude) & (used << 16 | used)
-        for i in range(rest):
-            residual[16 * whole + i] = last_residual[i]
+        for i in range(tail):
+            last_grad[i], last_residual[i] = grad[16 * full_words + i], residual[16 * full_words + i]
+        used = (1 << tail) - 1  # the padding's zeros may reach the threshold
+        words[full_words] = _pack_16(last_grad, last_residual, 0, threshold, magnitude) & (used << 16 | used)
+        for i in range(tail):
+            residual[16 * full_words + i] = last_residual[i]
 
 
 @kernel()
@@ -518,15 +518,15 @@ def unpack_two_bit(words, magnitude, out):  # type: ignore[no-untyped-def]
     """See `reference.unpack_two_bit`."""
     if words.size * 16 < out.size:
         raise ValueError("words must have a bit field for each element of out")
-    whole = out.size // 16
-    for k in range(whole):
+    full_words = out.size // 16
+    for k in range(full_words):
         _unpack_16(words[k], magnitude, out, 16 * k)
-    rest = out.size - 16 * whole
-    if rest:
+    tail = out.size - 16 * full_words
+    if tail:
         last = np.empty(16, out.dtype)
-        _unpack_16(words[whole], magnitude, last, 0)
-        for i in range(rest):
-            out[16 * whole + i] = last[i]
+        _unpack_16(words[full_words], magnitude, last, 0)
+        for i in range(tail):
+            out[16 * full_words + i] = last[i]
 
 
 @kernel()
@@ -534,18 +534,18 @@ def pack_one_bit(grad, residual, threshold, magnitude, words):  # type: ignore[n
     """See `reference.pack_one_bit`."""
     if residual.size != grad.size or words.size * 32 < grad.size:
         raise ValueError("residual must have as many elements as grad, and words a bit field for each")
-    whole = grad.size // 32
-    for k in range(whole):
+    full_words = grad.size // 32
+    for k in range(full_words):
         words[k] = _pack_32(grad, residual, 32 * k, threshold, magnitude)
-    rest = grad.size - 32 * whole
-    if rest:
+    tail = grad.size - 32 * full_words
+    if tail:
         last_grad, last_residual = np.zeros(32, grad.dtype), np.zeros(32, residual.dtype)
-        for i in range(rest):
-            last_grad[i], last_residual[i] = grad[32 * whole + i], residual[32 * whole + i]
-        used = (1 << rest) - 1  # the padding's zeros may be above the threshold
-        words[whole] = _pack_32(last_grad, last_residual, 0, threshold, magnitude) & used
-        for i in range(rest):
-            residual[32 * whole + i] = last_residual[i]
+        for i in range(tail):
+            last_grad[i], last_residual[i] = grad[32 * full_words + i], residual[32 * full_words + i]
+        used = (1 << tail) - 1  # the padding's zeros may be above the threshold
+        words[full_words] = _pack_32(last_grad, last_residual, 0, threshold, magnitude) & used
+        for i in range(tail):
+            residual[32 * full_words + i] = last_residual[i]
 
 
 @kernel()
@@ -553,15 +553,15 @@ def unpack_one_bit(words, magnitude, out):  # type: ignore[no-untyped-def]
     """See `reference.unpack_one_bit`."""
     if words.size * 32 < out.size:
         raise ValueError("words must have a bit field for each element of out")
-    whole = out.size // 32
-    for k in range(whole):
+    full_words = out.size // 32
+    for k in range(full_words):
         _unpack_32(words[k], magnitude, out, 32 * k)
-    rest = out.size - 32 * whole
-    if rest:
+    tail = out.size - 32 * full_words
+    if tail:
         last = np.empty(32, out.dtype)
-        _unpack_32(words[whole], magnitude, last, 0)
-        for i in range(rest):
-            out[32 * whole + i] = last[i]
+        _unpack_32(words[full_words], magnitude, last, 0)
+        for i in range(tail):
+            out[32 * full_words + i] = last[i]
 
 
 _DIGITS = ((19, 12), (7, 12), (0, 7))
@@ -572,8 +572,8 @@ _DIGITS = ((19, 12), (7, 12), (0, 7))
 def _squares(grad, residual):  # type: ignore[no-untyped-def]
     total = 0.0
     for i in range(residual.size):
-        each = float64(widen(grad[i]) + widen(residual[i]))
-        total += each * each
+        element = float64(widen(grad[i]) + widen(residual[i]))
+        total += element * element
     return total
 
 
@@ -591,9 +591,9 @@ def _mean_from(grad, residual, threshold):  # type: ignore[no-untyped-def]
     limit, none = type(widen(residual[0]))(threshold), type(widen(residual[0]))(0)
     total, number = none, none
     for i in range(residual.size):
-        each = abs(widen(grad[i]) + widen(residual[i]))
-        total += each if each >= limit else none
-        number += type(each)(1) if each >= limit else none
+        magnitude = abs(widen(grad[i]) + widen(residual[i]))
+        total += magnitude if magnitude >= limit else none
+        number += type(magnitude)(1) if magnitude >= limit else none
     return total / max(number, type(number)(1))
 
 
@@ -602,18 +602,18 @@ def encode_two_bit(grad, residual, threshold, scales, words):  # type: ignore[no
     """See `reference.encode_two_bit`."""
     for block in range(scales.size):
         first, last = block * BLOCK, min((block + 1) * BLOCK, grad.size)
-        added, kept, packed = grad[first:last], residual[first:last], words[first // 16 : (last + 15) // 16]
-        total, limit, sent = _squares(added, kept), threshold, threshold
+        added, left, packed = grad[first:last], residual[first:last], words[first // 16 : (last + 15) // 16]
+        total, limit, sent = _squares(added, left), threshold, threshold
         if threshold == 0:
             limit = SHARE * np.sqrt(total / (last - first))
-            sent = _mean_from(added, kept, limit)
+            sent = _mean_from(added, left, limit)
         scales[block] = sent
         if np.isfinite(total) and np.isfinite(scales[block]):
-            pack_two_bit(added, kept, limit, scales[block], packed)
+            pack_two_bit(added, left, limit, scales[block], packed)
         else:
             scales[block] = np.nan
             packed[:] = 0xFFFF
-            kept[:] = 0
+            left[:] = 0
 
 
 @kernel()
@@ -629,15 +629,15 @@ def encode_one_bit(grad, residual, threshold, magnitude, scales, words):  # type
     """See `reference.encode_one_bit`."""
     for block in range(scales.size):
         first, last = block * BLOCK, min((block + 1) * BLOCK, grad.size)
-        added, kept, packed = grad[first:last], residual[first:last], words[first // 32 : (last + 31) // 32]
-        total = _magnitudes(added, kept)
+        added, left, packed = grad[first:last], residual[first:last], words[first // 32 : (last + 31) // 32]
+        total = _magnitudes(added, left)
         scales[block] = magnitude if magnitude > 0 else total / (last - first)
         if np.isfinite(total) and np.isfinite(scales[block]):
-            pack_one_bit(added, kept, threshold, scales[block], packed)
+            pack_one_bit(added, left, threshold, scales[block], packed)
         else:
             scales[block] = np.nan
             packed[:] = 0xFFFFFFFF
-            kept[:] = 0
+            left[:] = 0
 
 
 @kernel()
@@ -654,8 +654,8 @@ def encode_float16(grad, residual, halves):  # type: ignore[no-untyped-def]
     for i in range(grad.size):
         total = residual[i] + grad[i]
         halves[i] = narrow(total, halves)
-        rest = total - widen(halves[i])
-        residual[i] = rest if abs(rest) < np.inf else float32(0)
+        error = total - widen(halves[i])
+        residual[i] = error if abs(error) < np.inf else float32(0)
 
 
 @kernel()
@@ -672,8 +672,8 @@ def _encode_bfloat16(grad, residual, halves):  # type: ignore[no-untyped-def]
         residual[i] += grad[i]
     to_bfloat16(residual, halves)
     for i in range(grad.size):
-        rest = residual[i] - _from_bfloat16(halves[i])
-        residual[i] = rest if abs(rest) < np.inf else float32(0)
+        error = residual[i] - _from_bfloat16(halves[i])
+        residual[i] = error if abs(error) < np.inf else float32(0)
 
 
 @kernel()
@@ -683,25 +683,25 @@ def encode_top_k(grad, residual, indices, values):  # type: ignore[no-untyped-de
         return
     for i in range(grad.size):
         residual[i] += grad[i]
-    found, ties = uint32(0), indices.size
+    leading_bits, ties = uint32(0), indices.size
     for digit in range(len(_DIGITS)):
         shift, bits = _DIGITS[digit]
         counts = np.zeros(1 << bits, np.int64)
         for i in range(residual.size):
             magnitude = magnitude_bits(residual[i])
-            if magnitude >> (shift + bits) == found:
+            if magnitude >> (shift + bits) == leading_bits:
                 counts[(magnitude >> shift) & ((1 << bits) - 1)] += 1
         at = counts.size - 1
         while counts[at] < ties:
             ties -= counts[at]
             at -= 1
-        found = uint32(found << bits | at)
+        leading_bits = uint32(leading_bits << bits | at)
     place = 0
     for i in range(residual.size):
         magnitude = magnitude_bits(residual[i])
-        if magnitude < found:
+        if magnitude < leading_bits:
             continue
-        if magnitude == found:
+        if magnitude == leading_bits:
             if ties == 0:
                 continue
             ties -= 1

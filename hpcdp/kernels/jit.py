@@ -158,9 +158,9 @@ class _Summed(IndexDataCacheFile):
             if writer is not None:
                 not_taken(writer)
                 return None
-            kept = file.read()
-        data = kept[_SUM_NBYTES:]
-        return pickle.loads(data) if kept[:_SUM_NBYTES] == self._sum(path, data) else None
+            contents = file.read()
+        data = contents[_SUM_NBYTES:]
+        return pickle.loads(data) if contents[:_SUM_NBYTES] == self._sum(path, data) else None
 
     def save(self, key: Any, data: Any) -> None:
         """Write the code for ``key`` with its checksum."""
@@ -228,7 +228,7 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
         self._declared = [
             signature(returned, *args) for args, returned in map(sigutils.normalize_signature, signatures)
         ]
-        self._kept: _Forgiving | None = None
+        self._machine_code: _Forgiving | None = None
         self._converting: dict[tuple[Any, ...], Any] = {}
         """Entry points for argument types that are converted."""
 
@@ -241,34 +241,34 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
         Raises:
             TypeError: the arguments cannot be converted to any declared signature.
         """
-        wanted = tuple(map(types.unliteral, sigutils.normalize_signature(sig)[0]))
-        if wanted in self._converting:
-            return self._converting[wanted]
-        known = self.overloads.get(wanted)
+        arg_types = tuple(map(types.unliteral, sigutils.normalize_signature(sig)[0]))
+        if arg_types in self._converting:
+            return self._converting[arg_types]
+        known = self.overloads.get(arg_types)
         if known is not None:
             return known.entry_point
-        chosen = self._chosen(wanted)
+        chosen = self._chosen(arg_types)
         with _opening:
-            if self._kept is None:
-                self._cache = self._kept = _Forgiving(self.py_func, compiled_dir())
+            if self._machine_code is None:
+                self._cache = self._machine_code = _Forgiving(self.py_func, compiled_dir())
         if not self._is_kept(chosen):
             with one_process_compiles(lambda: self._is_kept(chosen)), _read_only(False):
                 super().compile(chosen)
         args = tuple(sigutils.normalize_signature(chosen)[0])
         entry_point = self.overloads[args].entry_point
         with _opening:  # duplicates would be ambiguous, so that every call would come here and add one more
-            if args != wanted and wanted not in self._converting:  # the next call is dispatched without `compile`
-                self._insert([kind._code for kind in wanted], entry_point, False)
-                self._converting[wanted] = entry_point
+            if args != arg_types and arg_types not in self._converting:  # the next call is dispatched without `compile`
+                self._insert([kind._code for kind in arg_types], entry_point, False)
+                self._converting[arg_types] = entry_point
         return entry_point
 
-    def _chosen(self, wanted: tuple[Any, ...]) -> Any:
-        """Return the declared signature for arguments of the types ``wanted``; these types if none is declared."""
+    def _chosen(self, arg_types: tuple[Any, ...]) -> Any:
+        """Return the declared signature for arguments of the types ``arg_types``; these types if none is declared."""
         if not self._declared:
-            return wanted
-        declared = self.typingctx.resolve_overload(self.py_func, self._declared, wanted, {})
+            return arg_types
+        declared = self.typingctx.resolve_overload(self.py_func, self._declared, arg_types, {})
         if declared is None:
-            raise TypeError(f"No matching definition for argument type(s) {', '.join(map(str, wanted))}")
+            raise TypeError(f"No matching definition for argument type(s) {', '.join(map(str, arg_types))}")
         return declared
 
     def _is_kept(self, chosen: Any) -> bool:
@@ -537,11 +537,11 @@ def add_both(source, even, odd, wide, target, line, width, padding):  # type: ig
     first, other = (odd, even) if padding % 2 else (even, odd)
     first += (padding + 1) // 2 - padding % 2
     other += (padding + 1) // 2
-    seen = min(width, 2 * wide - padding)
-    whole = seen - seen % 16
+    visible = min(width, 2 * wide - padding)
+    whole = visible - visible % 16
     for x in range(0, whole, 16):
         _add_in_turn(source, first + x // 2, other + x // 2, target, line + x)
-    for x in range(whole, seen):
+    for x in range(whole, visible):
         target[line + x] += source[(other if x % 2 else first) + x // 2]
 
 

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.arrays import Array, array_namespace, is_half, is_host
-from .buffers import empty
-from .cuda.capture import matmul_of
+from . import empty
+from .cuda import matmul_of
 
 MOST = 1_000_000
 """Multiplications up to which OpenBLAS takes float32 matrices without packing."""
@@ -170,13 +170,13 @@ def multiply(a: Array, b: Array, out: Array) -> None:
     n = b.shape[-1]
     is_large = m * k * n > MOST and out.size * k >= _WORTH and min(m, n) >= _FEWEST
     if not is_large or out.dtype != np.float32 or not _has_small_kernels():
-        _whole(a, b, out)
+        _one_product(a, b, out)
         return
     if _is_turned(out):
         a, b, out, m, n = b.swapaxes(-1, -2), a.swapaxes(-1, -2), out.swapaxes(-1, -2), n, m
     tile = _tile_of(m, k, n, _is_turned(a), _is_turned(b))
     if tile is None or (tile.parts > 1 and out.ndim > 2):
-        _whole(a, b, out)
+        _one_product(a, b, out)
     elif tile.parts == 1:
         _by_tiles(a, b, out, tile.rows, tile.columns)
     else:
@@ -186,7 +186,7 @@ def multiply(a: Array, b: Array, out: Array) -> None:
         np.add.reduce(sums, axis=0, out=out)
 
 
-def _whole(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+def _one_product(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
     """Compute one product.
 
     With few rows most of the time is spent packing ``b``, which BLAS does faster for an untransposed left operand. In

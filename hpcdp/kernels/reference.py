@@ -45,7 +45,7 @@ from typing import Any
 import numpy as np
 
 from ..core.arrays import Array, array_namespace, is_half
-from .cuda.capture import matmul_of
+from .cuda import matmul_of
 
 _SLOPE, _CUBE = math.sqrt(2 / math.pi), 0.044715
 
@@ -239,8 +239,8 @@ def batch_norm_gradients(
     dshift[...] = gy.sum(axis=(0, 2))
     dscale[...] = (gy * normal).sum(axis=(0, 2))
     count = x.shape[0] * x.shape[2]
-    rest = dshift[:, None] + normal * dscale[:, None]
-    dx[...] = (gy - rest * (1.0 / count)) * (scale * inverse)[:, None]
+    correction = dshift[:, None] + normal * dscale[:, None]
+    dx[...] = (gy - correction * (1.0 / count)) * (scale * inverse)[:, None]
 
 
 def channel_sums(x: Array, sums: Array) -> None:
@@ -790,12 +790,12 @@ def pack_two_bit(grad: Array, residual: Array, threshold: float, magnitude: floa
     positive, bit 16 + i as negative; bits of missing elements are 0.
     """
     xp = array_namespace(grad, residual, words)
-    added, kept = _floats(grad), _floats(residual)
-    kept += added
-    limit = kept.dtype.type(threshold)
-    plus, minus = kept >= limit, kept <= -limit
-    sent = kept.dtype.type(magnitude)
-    kept -= xp.where(plus, sent, xp.where(minus, -sent, kept.dtype.type(0)))
+    added, total = _floats(grad), _floats(residual)
+    total += added
+    limit = total.dtype.type(threshold)
+    plus, minus = total >= limit, total <= -limit
+    sent = total.dtype.type(magnitude)
+    total -= xp.where(plus, sent, xp.where(minus, -sent, total.dtype.type(0)))
     words[...] = _packed(plus, 16) | (_packed(minus, 16) << 16)
 
 
@@ -816,11 +816,11 @@ def pack_one_bit(grad: Array, residual: Array, threshold: float, magnitude: floa
     missing elements are 0.
     """
     xp = array_namespace(grad, residual, words)
-    added, kept = _floats(grad), _floats(residual)
-    kept += added
-    plus = kept > kept.dtype.type(threshold)
-    sent = kept.dtype.type(magnitude)
-    kept -= xp.where(plus, sent, -sent)
+    added, total = _floats(grad), _floats(residual)
+    total += added
+    plus = total > total.dtype.type(threshold)
+    sent = total.dtype.type(magnitude)
+    total -= xp.where(plus, sent, -sent)
     words[...] = _packed(plus, 32)
 
 

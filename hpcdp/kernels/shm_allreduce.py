@@ -148,16 +148,16 @@ def wait(counters: np.ndarray, index: int, target: int, spins: int, timeout_ns: 
     limit[0] = timeout_ns // 1_000_000_000
     limit[1] = timeout_ns % 1_000_000_000
     add(counters, at + 1, 1)
-    seen = load(counters, at)
+    value = load(counters, at)
     timed_out = False
-    while np.int32(seen - target) < 0 and not timed_out:
-        timed_out = _syscall(_FUTEX_CALL, _address(counters, at), _FUTEX_WAIT, seen, _address(limit, 0)) != 0
+    while np.int32(value - target) < 0 and not timed_out:
+        timed_out = _syscall(_FUTEX_CALL, _address(counters, at), _FUTEX_WAIT, value, _address(limit, 0)) != 0
         now = load(counters, at)
         # Not a wake-up: EAGAIN (the value changed: check again), ETIMEDOUT or EINTR (return to Python).
-        timed_out = timed_out and now == seen
-        seen = now
+        timed_out = timed_out and now == value
+        value = now
     add(counters, at + 1, -1)
-    return bool(np.int32(seen - target) >= 0)
+    return bool(np.int32(value - target) >= 0)
 
 
 @kernel(types.boolean(_counters_t, types.intp, types.int32, types.int64, types.int64))
@@ -412,12 +412,12 @@ def read_memory(pid, address, out):  # type: ignore[no-untyped-def]
     """Read ``out.size`` bytes of the memory of a process into ``out``, shape ``(nbytes,)``, uint8; return success."""
     if _READ_CALL < 0:
         return False
-    here, there = np.empty(2, np.int64), np.empty(2, np.int64)
+    local, remote = np.empty(2, np.int64), np.empty(2, np.int64)
     done = np.int64(0)
     while done < out.size:
-        here[0], here[1] = np.int64(out.ctypes.data) + done, out.size - done
-        there[0], there[1] = address + done, out.size - done
-        count = _read_call(_READ_CALL, pid, _address(here, 0), 1, _address(there, 0), 1, 0)
+        local[0], local[1] = np.int64(out.ctypes.data) + done, out.size - done
+        remote[0], remote[1] = address + done, out.size - done
+        count = _read_call(_READ_CALL, pid, _address(local, 0), 1, _address(remote, 0), 1, 0)
         if count <= 0:
             return False
         done += count
@@ -690,25 +690,25 @@ def _sum(x, out, in_place, total, staging, ends, me, piece):  # type: ignore[no-
     n = staging.shape[1]
     begin, end = _span(ends, me, piece, staging.shape[2] // n)
     if n == 2:
-        mine, kept, theirs = x[begin:end], total[begin:end], _staged(staging, 1 - me, me, piece, begin, end)
+        mine, own_total, other = x[begin:end], total[begin:end], _staged(staging, 1 - me, me, piece, begin, end)
         if in_place:
-            for i in range(kept.size):
-                of_both = mine[i] + theirs[i]
+            for i in range(own_total.size):
+                of_both = mine[i] + other[i]
                 mine[i] = of_both
-                theirs[i] = of_both
-                kept[i] = of_both
+                other[i] = of_both
+                own_total[i] = of_both
         elif out.size:
             result = out[begin:end]
-            for i in range(kept.size):
-                of_both = mine[i] + theirs[i]
+            for i in range(own_total.size):
+                of_both = mine[i] + other[i]
                 result[i] = of_both
-                theirs[i] = of_both
-                kept[i] = of_both
+                other[i] = of_both
+                own_total[i] = of_both
         else:
-            for i in range(kept.size):
-                of_both = mine[i] + theirs[i]
-                theirs[i] = of_both
-                kept[i] = of_both
+            for i in range(own_total.size):
+                of_both = mine[i] + other[i]
+                other[i] = of_both
+                own_total[i] = of_both
         return
     partial = np.empty(_BLOCK, x.dtype)
     for first in range(begin, end, _BLOCK):

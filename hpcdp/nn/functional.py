@@ -2,7 +2,7 @@
 
 Operands are tensors or arrays; images are ``(batch, channels, height, width)``. Arrays in host memory use the Numba
 kernels, CuPy arrays the CUDA kernels, and other namespaces `kernels.reference`. Results are written to reused memory
-(`kernels.buffers`) or directly into a leaf's gradient.
+(`kernels.empty`) or directly into a leaf's gradient.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ..autograd import Gradient, Tensor, as_tensor, on_tape, operators
 from ..autograd.tape import Call, operator
 from ..core.arrays import Array, array_namespace, has_namespace, is_cupy, is_half, is_host
 from ..errors import ConfigError, DataError, UnsupportedError, type_named
-from ..kernels.buffers import empty
-from ..kernels.cuda.capture import dot_of, fill, matmul_of
+from ..kernels import empty
+from ..kernels.cuda import dot_of, fill, matmul_of
 from ..kernels.matmul import multiply
 from ..kernels.reference import output_size
 from .module import in_float32

@@ -15,8 +15,8 @@ from ..core.arrays import Array, is_host
 from ..core.checks import number, whole_number, whole_numbers
 from ..core.environment import replica_number
 from ..errors import ConfigError, DataError, UnsupportedError
-from ..kernels.buffers import empty
-from ..kernels.cuda.capture import fill, matmul_of
+from ..kernels import empty
+from ..kernels.cuda import fill, matmul_of
 from ..kernels.matmul import multiply
 from . import functional, module
 from .functional import Pair, Size, alike, called, contiguous, kernels_for, misshapen, refreshed

@@ -25,7 +25,7 @@ from ..collectives.staging import checked_root, ranks_of
 from ..comm import World
 from ..core.arrays import Array, array_namespace
 from ..errors import UnsupportedError
-from ..kernels.buffers import empty
+from ..kernels import empty
 
 
 def allreduce(x: Tensor, op: str = "sum", world: World | None = None) -> Tensor:

@@ -475,9 +475,9 @@ def installed() -> Iterator[Machine]:
             lambda name, *args, **kwargs: library if name == "libcublas.so.12" else other(name, *args, **kwargs),
         )
         patch.setattr(cupy_module, "give", lambda run, args: machine.give(run))  # keeps nothing alive
-        capture = importlib.import_module("hpcdp.kernels.cuda.capture")
-        patch.setattr(capture, "_here", capture._ThreadCapture())
-        patch.setattr(capture, "_capturing", capture._Capturing())
+        launches = importlib.import_module("hpcdp.kernels.cuda")
+        patch.setattr(launches, "_here", launches._ThreadCapture())
+        patch.setattr(launches, "_capturing", launches._Capturing())
         compiled = cupy.RawModule
 
         def raw_module(**kwargs: Any) -> Any:

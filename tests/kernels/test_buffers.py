@@ -3,7 +3,7 @@ import threading
 import numpy as np
 import standin
 
-from hpcdp.kernels.buffers import empty
+from hpcdp.kernels import empty
 
 LARGE = (300, 401)
 
@@ -43,16 +43,16 @@ def test_arrays_that_live_never_share_memory():
 
 
 def test_idle_memory_is_given_back():
-    from hpcdp.kernels import buffers
+    from hpcdp import kernels
 
     empty((123457,), np.float32)
     nbytes = 123457 * 4
-    assert nbytes in buffers._blocks.of_size
+    assert nbytes in kernels._blocks.of_size
     for _ in range(600):
         empty(LARGE, np.float32)
     kept = empty((200_003,), np.float32)
-    assert nbytes not in buffers._blocks.of_size
-    assert kept.nbytes in buffers._blocks.of_size
+    assert nbytes not in kernels._blocks.of_size
+    assert kept.nbytes in kernels._blocks.of_size
 
 
 def test_threads_have_memory_of_their_own():

@@ -12,8 +12,7 @@ from gpu_on_host import graphs as stand_in
 from hpcdp.comm import thread_comm
 from hpcdp.core.arrays import to_host
 from hpcdp.kernels import reference
-from hpcdp.kernels.cuda import kernels
-from hpcdp.kernels.cuda.capture import Capturer, between, fill, matmul, numbers, warmed_up
+from hpcdp.kernels.cuda import Capturer, between, fill, kernels, matmul, numbers, warmed_up
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="the stand-in for CuPy needs g++")
 
@@ -70,7 +69,7 @@ def test_what_is_brought_is_made_by_each_launch(counted_graphs):
 def test_numbers_are_brought_where_they_have_changed(counted_graphs, monkeypatch):
     x, gradient, rate, brought = ones(), ones(), [0.5], []
     counted = SimpleNamespace(**{**vars(np), "array": lambda made: brought.append(made) or np.array(made)})
-    monkeypatch.setattr("hpcdp.kernels.cuda.capture.np", counted)
+    monkeypatch.setattr("hpcdp.kernels.cuda.np", counted)
     kernels.sgd(x, gradient, (0.0, 0.0, 0.0))
     graph = Capturer().capture(lambda: kernels.sgd(x, gradient, numbers(lambda: (rate[0], 0.0, 1.0))))
     for wanted, new in ((0.5, 0.5), (0.0, 0.25), (-0.25, 0.25), (-0.5, 0.5)):
@@ -97,7 +96,7 @@ def test_numbers_that_a_gpu_may_still_read_are_kept(graphs_on_host, monkeypatch)
         brought.append(weakref.ref(x))
         return x
 
-    monkeypatch.setattr("hpcdp.kernels.cuda.capture.np", SimpleNamespace(**{**vars(np), "array": noted}))
+    monkeypatch.setattr("hpcdp.kernels.cuda.np", SimpleNamespace(**{**vars(np), "array": noted}))
     kernels.sgd(x, gradient, (0.0, 0.0, 0.0))
     graph = Capturer().capture(lambda: kernels.sgd(x, gradient, numbers(lambda: (rate[0], 0.0, 1.0))))
     for _ in range(3):

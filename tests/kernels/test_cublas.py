@@ -10,7 +10,7 @@ from raises import raises
 
 from hpcdp.core.arrays import dtype_of
 from hpcdp.errors import UnsupportedError
-from hpcdp.kernels.cuda.capture import Capturer, dot_of, matmul, matmul_of, warmed_up
+from hpcdp.kernels.cuda import Capturer, dot_of, matmul, matmul_of, warmed_up
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="the stand-in for CuPy needs g++")
 

@@ -11,7 +11,7 @@ from hpcdp import autograd, nn, optim
 from hpcdp.autograd import Tensor
 from hpcdp.core.arrays import to_host
 from hpcdp.errors import DataError
-from hpcdp.kernels.cuda.capture import Capturer
+from hpcdp.kernels.cuda import Capturer
 from hpcdp.train.trainer import Trainer
 
 F = nn.functional
@@ -383,14 +383,14 @@ def test_values_that_forward_needs_are_refused_as_on_a_cpu(gpu):
 def test_without_cublas_it_goes_without(gpu, monkeypatch):
     import ctypes
 
-    from hpcdp.kernels.cuda import capture
+    from hpcdp.kernels import cuda
 
     def missing(name):
         raise OSError(f"{name}: cannot open shared object file")
 
     net, plain = made(lambda: nn.Dense(6, 5))
     x = on_gpu(arrays(3, 6))
-    monkeypatch.setattr(capture._here, "cublas", {})
+    monkeypatch.setattr(cuda._here, "cublas", {})
     monkeypatch.setattr(ctypes, "CDLL", missing)
     same(net(x).data, plain(x).data)
     with pytest.warns(

@@ -11,8 +11,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from .. import load
-from ..buffers import empty
+from .. import empty, load
 from ..jit import are_eight, kernel
 from . import im2col
 

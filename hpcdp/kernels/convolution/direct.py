@@ -21,7 +21,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ..buffers import empty
+from .. import empty
 from ..jit import WORD, Lanes, copy_run, kernel, weave_run
 
 LANES = 8
@@ -194,12 +194,12 @@ def _lay_out(image, planes, layout):  # type: ignore[no-untyped-def]
 
     ``layout`` is their size, the used lines (first) of each period of lines (second), and the padding.
     """
-    size, seen, padding = layout
+    size, used_lines, padding = layout
     source, target, width = image.reshape(-1), planes.reshape(-1), image.shape[2]
     high, wide = min(image.shape[1], size[0] - padding[0]), min(width, size[1] - padding[1])
     for c in range(image.shape[0]):
         for y in range(high):
-            if (y + padding[0]) % seen[1] < seen[0]:
+            if (y + padding[0]) % used_lines[1] < used_lines[0]:
                 to = c * planes.shape[1] + (y + padding[0]) * size[1] + padding[1]
                 copy_run(source, (c * image.shape[1] + y) * width, target, to, wide)
 
@@ -245,7 +245,7 @@ def _convolve(x, layout, planes, tables, panels, bias, out, stride, relu):  # ty
         flat_out = out[n].reshape(-1)
         for place in range(0, places.size, _PLACES_AT_ONCE):
             at = places[place : place + _PLACES_AT_ONCE]
-            found = min(at.size, count - place)
+            num_places = min(at.size, count - place)
             for c in range(0, channels, 2 * LANES):
                 used, width = _panel(channels, c)
                 for phase in range(phases):
@@ -264,10 +264,10 @@ def _convolve(x, layout, planes, tables, panels, bias, out, stride, relu):  # ty
                             value = sums[k]
                             sums[k] = value if value > zero or np.isnan(value) else zero
                     if phases == 1:
-                        turn(sums, 0, width, (found, used), flat_out, c * count + place, count)
+                        turn(sums, 0, width, (num_places, used), flat_out, c * count + place, count)
                     else:
                         to = (phase * channels + c) * count + place
-                        turn(sums, 0, width, (found, used), flat_apart, to, count)
+                        turn(sums, 0, width, (num_places, used), flat_apart, to, count)
         if phases > 1:
             _weave(apart, out[n], stride)
 
@@ -384,12 +384,12 @@ def _of_gradient(
     channels: int, kernel: Pair, size: Pair, stride: Pair, padding: Pair
 ) -> tuple[_Layout, np.ndarray]:  # fmt: skip
     """Return the layout of ``gy`` for the gradient of an input of ``size``, and the kernel places of each phase."""
-    seen = [
+    of_phases = [
         [[i for i in range(kernel[k]) if (phase + padding[k] - i) % stride[k] == 0] for phase in range(stride[k])]
         for k in (0, 1)
     ]
     shifts = [
-        [[(phase + padding[k] - i) // stride[k] for i in places] for phase, places in enumerate(seen[k])]
+        [[(phase + padding[k] - i) // stride[k] for i in places] for phase, places in enumerate(of_phases[k])]
         for k in (0, 1)
     ]
     before = [max([0, *(-shift for phase in axis for shift in phase)]) for axis in shifts]
@@ -401,7 +401,9 @@ def _of_gradient(
     places = _sums_of((np.arange(extent[0]) + before[0]) * wide, np.arange(extent[1]) + before[1])
     planes = np.arange(channels) * step
     taps = [_sums_of(planes, np.array(down, np.int64) * wide, right) for down in shifts[0] for right in shifts[1]]
-    chosen = [_sums_of(np.array(rows, np.int64) * kernel[1], columns) for rows in seen[0] for columns in seen[1]]
+    chosen = [
+        _sums_of(np.array(rows, np.int64) * kernel[1], columns) for rows in of_phases[0] for columns in of_phases[1]
+    ]
     tables = _filled(places), np.concatenate(taps), np.cumsum([0, *(table.size for table in taps)])
     how = (high, wide), (1, 1), (before[0], before[1])
     is_padded = any(before + after) or extent != results  # patches may end before the input does

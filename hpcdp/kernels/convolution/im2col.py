@@ -22,7 +22,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ..buffers import empty
+from .. import empty
 from ..jit import add_both, add_run, copy_run, copy_strided, float_kernel, kernel
 from ..matmul import multiply
 
@@ -151,7 +151,7 @@ def _single(typingctx: Any, array: Any, index: Any) -> Any:
 
 
 @kernel(types.Tuple((_PAIR, numba.uint32[:, ::1]))(_PAIR, _PAIR, _PAIR, _PAIR, _PAIR, numba.int64))
-def _seen(size, rows, kernel, stride, padding, width):  # type: ignore[no-untyped-def]
+def _samples_read(size, rows, kernel, stride, padding, width):  # type: ignore[no-untyped-def]
     """Return the samples (first, end) of a plane of ``size`` that output ``rows`` read, and those of each position.
 
     The latter have the shape ``(places in the kernel, positions)`` and count from the first sample; padding is the end.
@@ -159,7 +159,7 @@ def _seen(size, rows, kernel, stride, padding, width):  # type: ignore[no-untype
     """
     top = min(size[0], max(0, rows[0] * stride[0] - padding[0]))
     bottom = max(top, min(size[0], (rows[1] - 1) * stride[0] - padding[0] + kernel[0]))
-    seen = np.empty((kernel[0] * kernel[1], (rows[1] - rows[0]) * width), np.uint32)
+    samples_read = np.empty((kernel[0] * kernel[1], (rows[1] - rows[0]) * width), np.uint32)
     for i in range(kernel[0]):
         for j in range(kernel[1]):
             for y in range(rows[0], rows[1]):
@@ -168,41 +168,41 @@ def _seen(size, rows, kernel, stride, padding, width):  # type: ignore[no-untype
                     right = z * stride[1] + j - padding[1]
                     inside = 0 <= down < size[0] and 0 <= right < size[1]
                     at = (down if inside else bottom) - top
-                    seen[i * kernel[1] + j, (y - rows[0]) * width + z] = at * size[1] + (right if inside else 0)
-    return (top * size[1], bottom * size[1]), seen
+                    samples_read[i * kernel[1] + j, (y - rows[0]) * width + z] = at * size[1] + (right if inside else 0)
+    return (top * size[1], bottom * size[1]), samples_read
 
 
 @float_kernel(lambda f: (f[:, :, :, ::1], f[::1], _PAIR, _PAIR, _PAIR, _PAIR, _PAIR, numba.int64))
 def _unfold_narrow(x, patches, steps, rows, kernel, stride, padding, width):  # type: ignore[no-untyped-def]
     """Write patches as `_unfold_wide`, sample by sample."""
-    (first, end), seen = _seen(x.shape[2:], rows, kernel, stride, padding, width)
+    (first, end), samples_read = _samples_read(x.shape[2:], rows, kernel, stride, padding, width)
     samples = np.zeros(end - first + 1, patches.dtype)  # the last one is padding
     for n in range(x.shape[0]):
         start = n * steps[0]
         for c in range(x.shape[1]):
             copy_run(x[n, c].reshape(-1), first, samples, 0, end - first)
-            for place in range(seen.shape[0]):
-                at, target = seen[place], patches[start : start + seen.shape[1]]
+            for place in range(samples_read.shape[0]):
+                at, target = samples_read[place], patches[start : start + samples_read.shape[1]]
                 for k in range(at.size):
                     target[k] = _single(samples, at[k])
                 start += steps[1]
 
 
 @kernel(types.Tuple((numba.uint32[::1], numba.uint32[::1]))(numba.uint32[:, ::1], numba.int64, numba.int64))
-def _seeing(seen, samples, step):  # type: ignore[no-untyped-def]
-    """Invert `_seen`: return the positions in the patches that read each sample, as bounds of lists, and the lists.
+def _readers(samples_read, samples, step):  # type: ignore[no-untyped-def]
+    """Invert `_samples_read`: return lists of the positions in the patches that read each sample, after their bounds.
 
     Places of the kernel are ``step`` elements apart, which orders each list.
     """
     begins = np.zeros(samples + 2, np.uint32)  # shifted by one; filling the lists moves each to its end
-    for at in seen.reshape(-1):
+    for at in samples_read.reshape(-1):
         begins[at + 2] += 1
     for k in range(2, begins.size):
         begins[k] += begins[k - 1]
     lists = np.empty(begins[samples + 1], np.uint32)
-    for place in range(seen.shape[0]):
-        for position in range(seen.shape[1]):
-            at = seen[place, position] + 1
+    for place in range(samples_read.shape[0]):
+        for position in range(samples_read.shape[1]):
+            at = samples_read[place, position] + 1
             lists[begins[at]] = place * step + position
             begins[at] += 1
     return begins, lists
@@ -214,8 +214,8 @@ def _fold_narrow(patches, steps, dx, rows, kernel, stride, padding, width):  # t
 
     Each sample is summed in a register, because adding in memory would wait for the store before.
     """
-    (first, end), seen = _seen(dx.shape[2:], rows, kernel, stride, padding, width)
-    begins, lists = _seeing(seen, end - first + 1, steps[1])
+    (first, end), samples_read = _samples_read(dx.shape[2:], rows, kernel, stride, padding, width)
+    begins, lists = _readers(samples_read, end - first + 1, steps[1])
     if rows[0] == 0:
         dx[:] = 0
     for n in range(dx.shape[0]):
@@ -227,7 +227,7 @@ def _fold_narrow(patches, steps, dx, rows, kernel, stride, padding, width):  # t
                 for at in lists[begins[k] : begins[k + 1]]:
                     total += _single(source, at)
                 target[k] += total
-            start += seen.shape[0] * steps[1]
+            start += samples_read.shape[0] * steps[1]
 
 
 class Workspace:

@@ -22,7 +22,7 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from ..buffers import empty
+from .. import empty
 from ..jit import Lanes, kernel
 from ..matmul import multiply
 
@@ -150,14 +150,14 @@ def _collect(planes, bias, relu, images, rows, grid):  # type: ignore[no-untyped
             for c in range(channel, min(channel + _LANES, images.shape[1])):
                 b = bias[c]
                 for i in range(min(4, images.shape[2] - top)):
-                    target, found = image[c, top + i], lines[i, : images.shape[3], c - channel]
+                    target, results = image[c, top + i], lines[i, : images.shape[3], c - channel]
                     if relu:
-                        for z in range(found.size):
-                            value = found[z] + b
+                        for z in range(results.size):
+                            value = results[z] + b
                             target[z] = value if value > zero or np.isnan(value) else zero
                     else:
-                        for z in range(found.size):
-                            target[z] = found[z] + b
+                        for z in range(results.size):
+                            target[z] = results[z] + b
 
 
 @kernel(numba.void(_FLOAT[:, :, :], numba.boolean, _FLOAT[:, ::1], numba.int64))
@@ -187,7 +187,7 @@ def _collect_weights(planes, dweight, lanes):  # type: ignore[no-untyped-def]
                     dweight[row, first + lane, k] = taps[k * _LANES + lane]
 
 
-def _whole(channels: int) -> int:
+def _padded(channels: int) -> int:
     """Return ``channels`` rounded up to whole vectors."""
     return -(-channels // _LANES) * _LANES
 
@@ -197,7 +197,7 @@ def _planes(rows: int, channels: int) -> tuple[np.ndarray, np.ndarray]:
 
     A plane has one more vector than needed; else all planes would start in the same cache set.
     """
-    lanes = _whole(channels)
+    lanes = _padded(channels)
     flat = empty((36, rows * lanes + _LANES), np.float32)
     return flat, flat[:, : rows * lanes].reshape(36, rows, lanes)[:, :, :channels]
 
@@ -226,7 +226,7 @@ def _weight_planes(weight: np.ndarray, rotated: bool) -> np.ndarray:
     """Return the planes ``(36, rows, columns)`` of the weights, shape ``(rows, columns, 3, 3)``."""
     rows, columns = weight.shape[:2]
     flat, planes = _planes(rows, columns)
-    _spread_weights(weight.reshape(rows, columns, 9), rotated, flat, _whole(columns))
+    _spread_weights(weight.reshape(rows, columns, 9), rotated, flat, _padded(columns))
     return planes
 
 
@@ -276,4 +276,4 @@ def gradient_of_weight(x: np.ndarray, gy: np.ndarray, dweight: np.ndarray, paddi
         else:
             multiply(*product, more)
             sums += more
-    _collect_weights(flat_sums, dweight.reshape(outputs, inputs, 9), _whole(inputs))
+    _collect_weights(flat_sums, dweight.reshape(outputs, inputs, 9), _padded(inputs))

@@ -102,9 +102,9 @@ def conv2d_gradients(
         kernels.conv2d_gradients(x, weight, loss, None, (dx, dweight, None), stride, padding)
 
 
-def _run(operation: str, given: dict[str, Array], out: Array, stride: Pair, padding: Pair) -> bool:
+def _run(operation: str, operands: dict[str, Array], out: Array, stride: Pair, padding: Pair) -> bool:
     """Let cuDNN compute ``out`` on CuPy's current stream; return whether it can."""
-    arrays = (*given.values(), out)
+    arrays = (*operands.values(), out)
     if any(x.dtype != out.dtype or x.size == 0 or not x.flags.c_contiguous for x in arrays):
         return False
     kind = dtype_name(out.dtype)
@@ -116,7 +116,7 @@ def _run(operation: str, given: dict[str, Array], out: Array, stride: Pair, padd
     plans = vars(_of_thread).setdefault("plans", {})
     cudnn.set_stream(handle=handle, stream=cupy.cuda.get_current_stream().ptr)
     if key not in plans:
-        plans[key] = _plan(cudnn, handle, operation, given, out, stride, padding)
+        plans[key] = _plan(cudnn, handle, operation, operands, out, stride, padding)
     if plans[key] is None:
         return False
     graph, tensors = plans[key]
@@ -147,9 +147,9 @@ def _measures() -> bool:
 
 
 def _plan(
-    cudnn: Any, handle: Any, operation: str, given: dict[str, Array], out: Array, stride: Pair, padding: Pair
+    cudnn: Any, handle: Any, operation: str, operands: dict[str, Array], out: Array, stride: Pair, padding: Pair
 ) -> tuple[Any, list[Any]] | None:
-    """Return a built graph of one operation, and its tensors, ``given`` and result; None without an engine."""
+    """Return a built graph of one operation, and its tensors, ``operands`` and result; None without an engine."""
     kind = getattr(cudnn.data_type, _TYPES[dtype_name(out.dtype)])
     measures = _measures()
     left_out: tuple[str, ...] = _LEFT_OUT
@@ -162,7 +162,7 @@ def _plan(
         graph = cudnn.pygraph(io_data_type=kind, intermediate_data_type=wide, compute_data_type=wide, handle=handle)
         tensors = {
             name: graph.tensor(name=name, dim=list(x.shape), stride=_strides(x), data_type=kind)
-            for name, x in given.items()
+            for name, x in operands.items()
         }
         steps = {"padding": list(padding), "stride": list(stride), "dilation": [1, 1]}
         result = getattr(graph, operation)(**tensors, **steps)
@@ -174,7 +174,7 @@ def _plan(
         graph.check_support()
         all_tensors = [*tensors.values(), result]
         if measures:
-            _build_fastest(cudnn, graph, lambda: _execute(handle, graph, all_tensors, (*given.values(), out)))
+            _build_fastest(cudnn, graph, lambda: _execute(handle, graph, all_tensors, (*operands.values(), out)))
         else:
             graph.build_plans()
     except (cudnn.cudnnGraphNotSupportedError, RuntimeError):

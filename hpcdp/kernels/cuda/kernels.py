@@ -50,7 +50,7 @@ from ..reference import lstm_step as lstm_step
 from ..reference import lstm_step_gradients as lstm_step_gradients
 from ..reference import normalize_rows as normalize_rows
 from ..reference import softmax_gradient as softmax_gradient
-from .capture import matmul
+from . import matmul
 
 
 def add(a: Array, b: Array, out: Array) -> None:
@@ -703,10 +703,18 @@ def encode_top_k(grad: Array, residual: Array, indices: Array, values: Array) ->
     search, *rows = xp.zeros((4 + len(digits), 1 << _DIGIT_BITS), xp.uint32)
     of_sample, of_all, of_digits = rows[:2], rows[2:4], rows[4:]
     elements = 16 // grad.itemsize  # of a pack
-    stride, wanted = _sample(grad.size // elements, indices.size / grad.size * elements)
+    stride, num_candidates = _sample(grad.size // elements, indices.size / grad.size * elements)
     blocks_of_sample = cuda.blocks(-(-grad.size // (elements * stride)))
     for number, counts in enumerate(of_sample):
-        sampled = (grad, residual, count, np.int64(stride), np.int64(wanted), np.bool_(number == 0), *digits[number])
+        sampled = (
+            grad,
+            residual,
+            count,
+            np.int64(stride),
+            np.int64(num_candidates),
+            np.bool_(number == 0),
+            *digits[number],
+        )
         cuda.launch("compress", f"sample_floor_{of_type}", blocks_of_sample, *sampled, search, counts)
     numbers = xp.empty((3, warps), xp.uint32)
     candidates = (numbers[0], xp.empty(grad.size, xp.uint32), xp.empty_like(grad))

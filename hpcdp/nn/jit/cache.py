@@ -26,7 +26,7 @@ from ...autograd.tape import add_gradients, first_on_gpu, leaves_below, modes
 from ...autograd.tensor import RepeatedBackward
 from ...core.arrays import Array, array_namespace, dtype_of, is_cupy, on_device_of
 from ...errors import ConfigError
-from ...kernels.cuda.capture import between, warmed_up
+from ...kernels.cuda import between, warmed_up
 from ..virtual_shards import entered_shard
 from .executor import CudaPlan, Plan, Shortcut, warn_without_graph
 from .fusion import Moving

@@ -40,8 +40,8 @@ from ...autograd.tape import (
 from ...autograd.tensor import value_of
 from ...core.arrays import Array, array_namespace
 from ...errors import UnsupportedError
-from ...kernels.buffers import empty
-from ...kernels.cuda.capture import Capturer, CudaGraph, warmed_up
+from ...kernels import empty
+from ...kernels.cuda import Capturer, CudaGraph, warmed_up
 from .fusion import ChainLink, Moving, chained, direct, join, link, nowhere, reads_of
 from .graph import CapturedTensor, Graph, GraphNode, Input, Result, Source, call
 from .tracing import HeldArrays, state, wait_for_update

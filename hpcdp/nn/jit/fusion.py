@@ -20,7 +20,7 @@ from ... import kernels
 from ...autograd.tape import Call, Gradient
 from ...autograd.tensor import value_of
 from ...core.arrays import Array
-from ...kernels.buffers import empty
+from ...kernels import empty
 from ...kernels.reference import OPERATIONS
 from .graph import CapturedTensor, Literal, Source
 
