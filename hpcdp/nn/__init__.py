@@ -19,9 +19,9 @@ from .layers import (
     Sigmoid,
     Tanh,
 )
+from .models import SymbolBlock
 from .module import HybridConcurrent, Module, Parameter, Sequential
 from .replicate import Replicas
-from .symbol_block import SymbolBlock
 from .virtual_shards import VirtualShard, entered_shard
 
 __all__ = [

@@ -245,12 +245,12 @@ class Module:
                 (``"nets/"``).
             DataError: the files cannot be written.
         """
-        from .symbol_block import export
+        from .models import export_graph
 
         catch_up()
         graph = self.graph()
         assert self._hybrid is not None
-        return export(self._hybrid.for_export(graph), path)
+        return export_graph(self._hybrid.for_export(graph), path)
 
     def children(self) -> Iterator[tuple[str, Module]]:
         """Yield name and module of every direct child."""

@@ -1,6 +1,7 @@
 """One model on several ranks: tensor parallelism and pipelines.
 
-- `functional`: collectives with gradients, of which other parallel layers can be made.
+- `functional`: collectives with gradients, of which other parallel layers can be made; batch normalization over all
+  ranks' batches.
 - `tensor_parallel`: layers of which each rank computes a part of the channels.
 - `pipeline`: a model cut into stages on different ranks, or in one process, and the activations and gradients that pass
   from stage to stage.

@@ -6,12 +6,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..parallel.sync_batch_norm import SyncBatchNorm
+    from ..parallel.functional import SyncBatchNorm
     from . import callbacks, checkpoints, fit, metrics
     from .chrome_trace import traced
     from .trainer import TrainStep
 
-_HOMES = {"SyncBatchNorm": ".parallel.sync_batch_norm", "TrainStep": "trainer", "traced": "chrome_trace"}
+_HOMES = {"SyncBatchNorm": ".parallel.functional", "TrainStep": "trainer", "traced": "chrome_trace"}
 """The modules of the names that are not modules."""
 
 __all__ = [

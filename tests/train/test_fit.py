@@ -10,7 +10,7 @@ from hpcdp.comm import thread_comm
 from hpcdp.data import ArrayDataset, DataLoader, ShardedSampler
 from hpcdp.errors import ConfigError
 from hpcdp.nn.functional import l2_loss
-from hpcdp.parallel.sync_batch_norm import SyncBatchNorm
+from hpcdp.parallel.functional import SyncBatchNorm
 from hpcdp.train.callbacks import Callback, EarlyStopping, ShowProgress
 from hpcdp.train.checkpoints import Checkpoints
 from hpcdp.train.fit import fit

@@ -10,7 +10,7 @@ from rows_on_gpus import reference_kernels
 from hpcdp import data, kernels, nn, optim
 from hpcdp.comm import thread_comm
 from hpcdp.core.arrays import Device, cpu, gpu, to_host
-from hpcdp.parallel.sync_batch_norm import SyncBatchNorm
+from hpcdp.parallel.functional import SyncBatchNorm
 from hpcdp.train.fit import fit
 from hpcdp.train.metrics import BatchSums, evaluate
 from hpcdp.train.trainer import Trainer

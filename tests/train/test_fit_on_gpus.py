@@ -14,7 +14,7 @@ from hpcdp.comm import thread_comm
 from hpcdp.comm import world as comm_world
 from hpcdp.comm.world import Gpu
 from hpcdp.core.arrays import from_host, to_host
-from hpcdp.parallel.sync_batch_norm import SyncBatchNorm
+from hpcdp.parallel.functional import SyncBatchNorm
 from hpcdp.train.checkpoints import Checkpoints
 from hpcdp.train.fit import fit
 from hpcdp.train.metrics import evaluate

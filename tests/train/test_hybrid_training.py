@@ -8,7 +8,7 @@ import hpcdp
 from hpcdp import nn, optim
 from hpcdp.autograd import predict_mode, record
 from hpcdp.comm import thread_comm
-from hpcdp.parallel.sync_batch_norm import SyncBatchNorm
+from hpcdp.parallel.functional import SyncBatchNorm
 
 F = nn.functional
 

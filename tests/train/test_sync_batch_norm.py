@@ -12,7 +12,7 @@ from hpcdp.core.arrays import Device, Streams, cpu, dtype_of, gpu, to_host
 from hpcdp.data import ArrayDataset, DataLoader, ShardedSampler
 from hpcdp.errors import ConfigError, MismatchError
 from hpcdp.nn.functional import softmax_cross_entropy
-from hpcdp.parallel.sync_batch_norm import SyncBatchNorm
+from hpcdp.parallel.functional import SyncBatchNorm
 from hpcdp.train.fit import fit
 
 SAMPLES = [3, 5, 1, 0]
