@@ -9,7 +9,7 @@ when backward is over (``overlap=False``) or beside it (``overlap=True``), and w
 computing at the same time but without a word to each other. A turn is some steps in a row, and each counts by the
 slowest rank.
 
-Beside the steps stands their critical path (`hpcdp.data_parallel.profiling`): forward, backward, when each bucket is
+Beside the steps stands their critical path (`hpcdp.data_parallel.overlap`): forward, backward, when each bucket is
 ready and when the next forward needs it are measured in the steps without communication, and the reduction of each
 bucket by itself, nothing else going on. Where ranks have no core to spare, updates count as computation, too. A path
 takes what is measured alone for granted: processor time that messages and sums take from computation is not on it.
@@ -36,7 +36,7 @@ from hpcdp.core.environment import launched_ranks
 from hpcdp.data_parallel import Reducer, Replicated, ShardedUpdate
 from hpcdp.data_parallel.bucket_trainer import BucketTrainer
 from hpcdp.data_parallel.buckets import MIB, Layout, Slot
-from hpcdp.data_parallel.profiling import BucketCost, CriticalPath, critical_path
+from hpcdp.data_parallel.overlap import BucketCost, CriticalPath, critical_path
 from hpcdp.errors import ConfigError
 from hpcdp.launch.parser import Parser, at_least
 

@@ -4,7 +4,7 @@ PyTorch calls `register` through the entry point group ``torch.backends``. It ne
 NumPy. The backend itself, `hpcdp.torch.process_group`, is imported when a process group is made.
 
 Under a launcher of MPI the rendezvous ``env://`` needs no address: where ``MASTER_ADDR`` is not set, c10d's store lives
-on MPI (`hpcdp.torch.store`).
+on MPI (`hpcdp.torch.c10d_store`).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _take_rendezvous(rendezvous: Any) -> None:
             limit = {} if timeout is None else {"timeout": timeout}
             yield from default(url, **limit, **kwargs)
             return
-        from .torch.store import open_store
+        from .torch.c10d_store import open_store
 
         yield open_store(timeout)
 

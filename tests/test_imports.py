@@ -21,7 +21,7 @@ THREAD_STARTERS = {
     "comm/thread_comm.py",
     "comm/watchdog.py",
     "launch/hosts.py",
-    "torch/store.py",
+    "torch/c10d_store.py",
     "core/environment.py",  # a timer, which explains a silence
 }
 FILES = sorted(ROOT.rglob("*.py"))

@@ -1,6 +1,7 @@
 """Export of a checkpoint's tensors to files of other programs: NumPy's .npz, and safetensors.
 
-`hpcdp.torch.state` writes PyTorch's own format. States of single ranks, such as random generators, are left out.
+`hpcdp.torch.checkpoint_adapters` writes PyTorch's own format. States of single ranks, such as random generators, are
+left out.
 """
 
 from __future__ import annotations

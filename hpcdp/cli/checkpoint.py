@@ -221,9 +221,9 @@ def _export(given: argparse.Namespace) -> int:
 
 
 def _torch_writer() -> Writer:
-    from ..torch import state
+    from ..torch import checkpoint_adapters
 
-    return state.write
+    return checkpoint_adapters.write
 
 
 def _prune(given: argparse.Namespace) -> int:

@@ -3,10 +3,10 @@
 - `buckets`: the layout of parameters in flat buckets, and the state of a bucket.
 - `reducer`: the owner of buckets, gradient hooks and the state of a step.
 - `host_reduction`, `gpu_reduction`, `deterministic`: reductions in host memory, on GPUs, and in a fixed order of sums.
-- `overlap`: schedules of reductions and updates, at the end of a step or beside computation.
+- `overlap`: schedules of reductions and updates, at the end of a step or beside computation; times of a step.
 - `sharded_update`: update strategies: every rank updates all parameters, or the owner of a shard updates it.
-- `base_trainer`, `bucket_trainer`, `trainer_state`: the base of all trainers, the trainer on buckets, its saved state.
-- `gradient_policy`: non-finite and missing gradients, and loss scaling. `profiling`: times of a step.
+- `base_trainer`, `bucket_trainer`: the base of all trainers, the trainer on buckets.
+- `trainer_parts`: non-finite and missing gradients, loss scaling, saved state.
 """
 
 from .buckets import Layout, Slot

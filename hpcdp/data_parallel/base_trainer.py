@@ -1,8 +1,9 @@
 """The base of the trainers on buckets and on key-value stores.
 
-`BaseTrainer` declares their methods; `bucket_trainer` and `kvstore.trainer` define them, and `train.trainer.Trainer`
-makes either. The module also checks parameters, counts and settings. `MeanLosses` warns about losses that are means
-already, and `Waiting` stands for the trainer of a network that infers shapes in its first call, as in Gluon.
+`BaseTrainer` declares their methods; `bucket_trainer` and `kvstore.store_trainer` define them, and
+`train.trainer.Trainer` makes either. The module also checks parameters, counts and settings. `MeanLosses` warns about
+losses that are means already, and `Waiting` stands for the trainer of a network that infers shapes in its first call,
+as in Gluon.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from ..errors import ConfigError, MismatchError, StaleGradientError, type_named,
 from ..nn import module
 from ..nn.module import Deferred
 from ..optim import Optimizer
-from .buckets import Parameter
-from .gradient_policy import Policy, first_scale
-from .profiling import BucketTimes, CommunicationStats
+from .buckets import ParameterLike
+from .overlap import BucketTimes, CommunicationStats
 from .sharded_update import Places, being_changed, moved, moved_anywhere, of_rank_0
+from .trainer_parts import Policy, first_scale
 
 if TYPE_CHECKING:
     from .bucket_trainer import GraphUpdate
-    from .profiling import GpuTimes
+    from .overlap import GpuTimes
 
 
 def no_parameters(given: object) -> ConfigError:
@@ -55,7 +56,7 @@ _ELEMENT_BY_ELEMENT = ("fp16", "bf16")
 """Codecs that encode each element by itself."""
 
 
-def trained(params: Sequence[Parameter], world: World | None) -> list[Parameter]:
+def trained(params: Sequence[ParameterLike], world: World | None) -> list[ParameterLike]:
     """Return the parameters to train: all without ``grad_req="null"``.
 
     Other parameters get private arrays, where an earlier Trainer has put them into memory that ranks share.
@@ -94,7 +95,7 @@ def trained(params: Sequence[Parameter], world: World | None) -> list[Parameter]
     return trainable
 
 
-def _warn_of_unfrozen(param: Parameter) -> None:
+def _warn_of_unfrozen(param: ParameterLike) -> None:
     """Warn, once, that backward has written the gradient of a parameter that its Trainer does not train."""
     param.grad_hook = None
     warn(
@@ -103,18 +104,18 @@ def _warn_of_unfrozen(param: Parameter) -> None:
     )
 
 
-def described(params: Sequence[Parameter]) -> list[tuple[str, tuple[int, ...], np.dtype]]:
+def described(params: Sequence[ParameterLike]) -> list[tuple[str, tuple[int, ...], np.dtype]]:
     """Return name, shape and dtype of each parameter."""
     return [(param.name, tuple(param.data.shape), np.dtype(param.data.dtype)) for param in params]
 
 
-def _marks(param: Parameter) -> str:
+def _marks(param: ParameterLike) -> str:
     """Describe the settings of a parameter that must be the same on all ranks."""
     accumulated = " grad_req='add'" if param.grad_req == "add" else ""
     return accumulated + (" of a layer for all ranks together" if getattr(param, "is_joint", False) else "")
 
 
-def require_alike(world: World, params: Sequence[Parameter], optimizer: Optimizer, settings: Sequence[str]) -> None:
+def require_alike(world: World, params: Sequence[ParameterLike], optimizer: Optimizer, settings: Sequence[str]) -> None:
     """Raise `MismatchError` where the arguments of a Trainer differ between ranks; every rank must call."""
     places = ["" if is_host(param.data) else " on a GPU" for param in params]  # decides where gradients are summed
     items = [
@@ -139,7 +140,7 @@ def require_same_parameters(own: Mapping[str, object], given: Mapping[str, objec
     same_names("load_state_dict", "the trainer", sorted(own), sorted(given))
 
 
-def require_whole(operation: str, params: Sequence[Parameter], remedy: str) -> None:
+def require_whole(operation: str, params: Sequence[ParameterLike], remedy: str) -> None:
     """Raise `ConfigError` if a parameter is a part of a cut parameter."""
     for param in params:
         cut = core_state.cut_of(param)
@@ -150,7 +151,9 @@ def require_whole(operation: str, params: Sequence[Parameter], remedy: str) -> N
             )  # fmt: skip
 
 
-def share_over_parts(params: Sequence[Parameter], world: World, compression: Compression | None) -> list[int] | None:
+def share_over_parts(
+    params: Sequence[ParameterLike], world: World, compression: Compression | None
+) -> list[int] | None:
     """Give all ranks of a cut model the same values of its uncut parameters; every rank must call.
 
     Uncut parameters stay equal to the bit if their gradients are summed alike. So they must have the same places in the
@@ -180,7 +183,7 @@ def share_over_parts(params: Sequence[Parameter], world: World, compression: Com
     return [max(of_param) for of_param in zip(*counts, strict=True)]
 
 
-def _parameter_line(param: Parameter) -> str:
+def _parameter_line(param: ParameterLike) -> str:
     shape, cut = tuple(param.data.shape), core_state.cut_of(param)
     whole = f"{shape}" if cut is None else f"{cut.whole(shape)} cut along axis {cut.axis}"
     return f"{param.name} {whole} {param.data.dtype}"
@@ -785,7 +788,7 @@ class BaseTrainer:
         raise NotImplementedError
 
 
-def show_to_profiler(params: Sequence[Parameter], world: World | None) -> None:
+def show_to_profiler(params: Sequence[ParameterLike], world: World | None) -> None:
     """Record the spans of a traced world also as NVTX ranges, if parameters are on a GPU."""
     trace: Trace | None = None if world is None else world.kept.get(Trace)
     if trace is not None and trace.ranges is None and any(is_cupy(param.data) for param in params):

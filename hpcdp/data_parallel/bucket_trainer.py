@@ -46,19 +46,9 @@ from .base_trainer import (
     trained,
     unfinished,
 )
-from .buckets import Parameter, plan
+from .buckets import ParameterLike, plan
 from .deterministic import PlainSteps, ReproducibleSteps, arithmetic, checked_virtual_shards, fix_arithmetic
-from .gradient_policy import (
-    DynamicLossScale,
-    Policy,
-    Unwritten,
-    checked_policy,
-    first_scale,
-    is_dynamic,
-    skipping,
-    stale_anywhere,
-)
-from .profiling import EXPOSED, BucketTimes, CommunicationStats, GpuTimes
+from .overlap import EXPOSED, BucketTimes, CommunicationStats, GpuTimes
 from .sharded_update import (
     MASTER,
     UpdateRange,
@@ -70,14 +60,22 @@ from .sharded_update import (
     places_of,
     squares_of_model,
 )
-from .trainer_state import (
+from .trainer_parts import (
     FILE_HEADER,
     RESIDUAL,
+    DynamicLossScale,
+    Policy,
+    Unwritten,
+    checked_policy,
+    first_scale,
+    is_dynamic,
     joined,
     optimizer_states,
     read_states,
     regrouped,
     residuals,
+    skipping,
+    stale_anywhere,
     take_residuals,
     take_states,
 )
@@ -124,7 +122,7 @@ class BucketTrainer(BaseTrainer, FitsSaved):
     @may_wait
     def __init__(
         self,
-        params: Sequence[Parameter],
+        params: Sequence[ParameterLike],
         optimizer: Optimizer,
         world: World | None = None,
         *,

@@ -137,7 +137,7 @@ def plan(
 _MOST_NAMES = 2
 
 
-class Parameter(Protocol):
+class ParameterLike(Protocol):
     """A parameter whose gradient can be reduced, such as `hpcdp.nn.Parameter`.
 
     An optional ``data_hook``, which is called before ``data`` is read, lets its update run beside the next forward. It
@@ -154,7 +154,7 @@ class Parameter(Protocol):
 class Accumulation:
     """The ``grad_req`` of a trainer's parameters, which is "add" instead of "write" while gradients accumulate."""
 
-    def __init__(self, params: Mapping[str, Parameter]) -> None:
+    def __init__(self, params: Mapping[str, ParameterLike]) -> None:
         self._params = params
         self._overwritten: set[str] = set()
         """Parameters whose gradients backward overwrites at other times."""

@@ -41,7 +41,7 @@ from ..core.arrays import is_host
 from ..core.checks import boolean, whole_number
 from ..errors import ConfigError, HpcdpError
 from ..nn.virtual_shards import VirtualShard, enter_shard, entered_shard, layers_of, move
-from .buckets import Bucket, Layout, Parameter
+from .buckets import Bucket, Layout, ParameterLike
 from .host_reduction import HierarchicalReduction, Reduce, ReductionRanks
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class DeterministicReduction(HierarchicalReduction):
 
     is_deterministic = True
 
-    def __init__(self, ranks: ReductionRanks, params: Sequence[Parameter], num: int) -> None:
+    def __init__(self, ranks: ReductionRanks, params: Sequence[ParameterLike], num: int) -> None:
         super().__init__(ranks, params)
         self._root = root = (0, num)
         size, own = ranks.world.size, ranks.world.rank
@@ -207,7 +207,7 @@ class DeterministicReduction(HierarchicalReduction):
         self._at, self.virtual_shard = at, self.own_virtual_shards[at]
         self.is_last_backward = at == len(self.own_virtual_shards) - 1
 
-    def written(self, bucket: Bucket, name: str, param: Parameter) -> None:
+    def written(self, bucket: Bucket, name: str, param: ParameterLike) -> None:
         """See `BucketReduction.written`: gradients must not accumulate within a virtual shard."""
         if param.grad_req == "add":
             raise ConfigError(
@@ -286,7 +286,7 @@ def arithmetic() -> str:
 
 
 def checked_virtual_shards(
-    reproducible: bool, num: int | None, params: Sequence[Parameter], compression: object, world: World
+    reproducible: bool, num: int | None, params: Sequence[ParameterLike], compression: object, world: World
 ) -> int | None:
     """Return the number of virtual shards of a `Trainer` with these arguments; None where it is not reproducible.
 
@@ -370,7 +370,7 @@ class ReproducibleSteps(PlainSteps):
         params: all parameters of the trainer, some of layers with running statistics.
     """
 
-    def __init__(self, num: int, reducer: Reducer, params: Sequence[Parameter]) -> None:
+    def __init__(self, num: int, reducer: Reducer, params: Sequence[ParameterLike]) -> None:
         self._num, self._reducer, self._world = num, reducer, reducer.world
         self._layers = layers_of(params)
         self._noted: list[tuple[int, np.ndarray]] = []  # virtual shards of this step and their rows, see _row

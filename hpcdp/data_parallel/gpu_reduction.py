@@ -34,7 +34,7 @@ from ..core.arrays import Array, Event, Stream, Streams, gpu
 from ..core.checks import choices
 from ..errors import DeviceError, UnsupportedError
 from . import host_reduction
-from .buckets import LINE_NBYTES, Bucket, Layout, Parameter, Slot
+from .buckets import LINE_NBYTES, Bucket, Layout, ParameterLike, Slot
 from .host_reduction import (
     BucketReduction,
     Coder,
@@ -496,7 +496,7 @@ class GpuReduction(BucketReduction):
 
     def __init__(
         self,
-        params: Sequence[Parameter],
+        params: Sequence[ParameterLike],
         layout: Layout,
         world: World,
         comm: Communicator,
@@ -616,7 +616,7 @@ class GpuReduction(BucketReduction):
         """Return the row of this rank's gradients of bucket ``number``, shape ``(1, count)``."""
         return self._rows[number].mine[: self._counts[number]].reshape(1, self._counts[number])
 
-    def written(self, bucket: Bucket, name: str, param: Parameter) -> None:
+    def written(self, bucket: Bucket, name: str, param: ParameterLike) -> None:
         """See `BucketReduction.written`: record the stream of backward."""
         self.record_writer(bucket)
 
@@ -728,7 +728,7 @@ def _shards(layout: Layout, number: int, owners: int, ranks: int) -> list[Part]:
     return [layout.shard(number, owners, rank) if rank < owners else (count, count) for rank in range(ranks)]
 
 
-def streams_of(params: Sequence[Parameter]) -> Streams:
+def streams_of(params: Sequence[ParameterLike]) -> Streams:
     """Return the streams of the GPU of all ``params``, which must be this thread's current device.
 
     Raises:

@@ -37,7 +37,7 @@ from ..compression import Compression, ErrorFeedback
 from ..core.arrays import Array, array_namespace, from_host, is_half, is_host, to_host, words
 from ..core.state import Part, Sharded
 from ..kernels.reference import EVERY_ROW, SUM
-from .buckets import Bucket, Layout, Parameter, Slot, State
+from .buckets import Bucket, Layout, ParameterLike, Slot, State
 
 LONGER_NBYTES = (256 << 10, 1 << 20)
 """Message lengths to try. 4 MB took as long as 1 MB on links of 10 and 25 Gbit/s, and in memory."""
@@ -289,7 +289,7 @@ class BucketReduction(Protocol):
         """Begin a step; no gradient is written."""
         self._unsent = {}
 
-    def written(self, bucket: Bucket, name: str, param: Parameter) -> None:
+    def written(self, bucket: Bucket, name: str, param: ParameterLike) -> None:
         """Note that backward has written the gradient of ``param``, which is in ``bucket`` under ``name``.
 
         Raises:
@@ -437,7 +437,7 @@ class SharedMemoryReduction(BucketReduction):
     sums_rows = True
     sends_messages = False
 
-    def __init__(self, ranks: ReductionRanks, params: Sequence[Parameter]) -> None:
+    def __init__(self, ranks: ReductionRanks, params: Sequence[ParameterLike]) -> None:
         self.memory, self.gate, self.comm = ranks.memory, ranks.gate, ranks.comm
         self._world, self._num_shards = ranks.world, ranks.num_shards
         self._namespace = array_namespace(*(param.data for param in params))
@@ -512,7 +512,7 @@ class HierarchicalReduction(SharedMemoryReduction):
     sends_messages = True
 
     def __init__(
-        self, ranks: ReductionRanks, params: Sequence[Parameter], compression: Compression | None = None
+        self, ranks: ReductionRanks, params: Sequence[ParameterLike], compression: Compression | None = None
     ) -> None:
         super().__init__(ranks, params)
         rail = ranks.rail

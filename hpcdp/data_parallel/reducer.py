@@ -24,7 +24,7 @@ from ..comm.watchdog import WatchedBarrier
 from ..compression import Compression
 from ..core.arrays import Array, is_cupy, is_host
 from ..errors import ConfigError, StaleGradientError, warn
-from .buckets import Accumulation, Bucket, Layout, Parameter, State
+from .buckets import Accumulation, Bucket, Layout, ParameterLike, State
 from .deterministic import DeterministicReduction
 from .gpu_reduction import GpuReduction, streams_of
 from .host_reduction import BucketReduction, HierarchicalReduction, ReductionRanks, SharedMemoryReduction
@@ -110,7 +110,7 @@ def _run_on_lane(lane: CommunicationLane, steps: Steps) -> None:
 
 
 def choose_reduction(
-    params: Sequence[Parameter],
+    params: Sequence[ParameterLike],
     layout: Layout,
     world: World,
     signature: int,
@@ -184,7 +184,7 @@ class Reducer:
 
     def __init__(
         self,
-        params: Sequence[Parameter],
+        params: Sequence[ParameterLike],
         layout: Layout,
         world: World,
         overlap: bool | None = None,
@@ -254,7 +254,7 @@ class Reducer:
         self.accumulation = Accumulation(self.params)
         """True if backward adds to the gradients."""
         self._bucket_of = {slot.name: self.buckets[slot.bucket] for slot in layout.slots}
-        self._hooks: dict[int, Callable[[Parameter], None]] = {}
+        self._hooks: dict[int, Callable[[ParameterLike], None]] = {}
         for param, slot in zip(params, layout.slots, strict=True):
             bucket = self.buckets[slot.bucket]
             param.grad = bucket.view(slot)
@@ -282,7 +282,7 @@ class Reducer:
 
     # Hooks of the parameters
 
-    def _written(self, bucket: Bucket, name: str, param: Parameter) -> None:
+    def _written(self, bucket: Bucket, name: str, param: ParameterLike) -> None:
         """Note a written gradient; launch its bucket if that was the last one.
 
         Args:
@@ -310,7 +310,7 @@ class Reducer:
         if bucket.state is State.READY and self.overlap and not self._is_held and self.is_last_backward:
             self.scheduler.launch(bucket)
 
-    def takes(self, param: Parameter) -> bool:
+    def takes(self, param: ParameterLike) -> bool:
         """Return whether the hook of ``param`` is this reducer's."""
         return param.grad_hook is not None and param.grad_hook is self._hooks.get(id(param))
 
@@ -321,7 +321,7 @@ class Reducer:
                 param.grad_hook = None
         self.scheduler.let_go()
 
-    def launching(self, leaves: Sequence[Parameter]) -> list[Parameter]:
+    def launching(self, leaves: Sequence[ParameterLike]) -> list[ParameterLike]:
         """Return those of ``leaves``, in the order of their gradients, whose hooks launch a bucket."""
         numbers = {id(param): slot.bucket for param, slot in zip(self.params.values(), self.layout.slots, strict=True)}
         ours = filter(self.takes, leaves if self.overlap else ())

@@ -49,18 +49,18 @@ from ..core.state import cut_of
 from ..errors import ConfigError
 from ..kernels import empty
 from ..optim import Optimizer, Schedule, segment_squares, squares
-from .buckets import Bucket, Parameter
+from .buckets import Bucket, ParameterLike
 from .reducer import Reducer
 
 being_changed: set[int] = set()
 """Ids of the parameters that are copies now, within `changing`."""
-Places = Sequence[tuple[Parameter, Array]]
+Places = Sequence[tuple[ParameterLike, Array]]
 """Parameters, and the arrays of their values or gradients."""
 
 _FROM_BEFORE = "an array from before the block"
 
 
-def places_of(params: Sequence[Parameter]) -> Places:
+def places_of(params: Sequence[ParameterLike]) -> Places:
     """Return the parameters with the arrays of their values, after updates under way."""
     return [(param, param.data) for param in params]
 
@@ -458,7 +458,7 @@ class UpdateStrategy:
     def _allocate(self, bucket: Bucket) -> Array:
         return array_namespace(bucket.rows).zeros((bucket.mine.shape[0],), dtype=bucket.mine.dtype)
 
-    def _move(self, param: Parameter, place: Array) -> None:
+    def _move(self, param: ParameterLike, place: Array) -> None:
         place[...] = param.data
         param.data = place
 
@@ -640,7 +640,7 @@ class ShardedUpdate(UpdateStrategy):
         core_state.hold_together(flat, memory.size)
         return flat
 
-    def _move(self, param: Parameter, place: Array) -> None:
+    def _move(self, param: ParameterLike, place: Array) -> None:
         if self._writes_parameters:
             place[...] = param.data
         param.data = place

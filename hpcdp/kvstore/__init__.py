@@ -7,7 +7,7 @@ Here are `create`, which makes a store of a kind, and `LocalStore`, the store of
 - `sync`: pushes of all ranks are merged; `device_sync`: the same with keys on GPUs.
 - `asynchronous`: each push takes effect alone, on servers: `client`, `server`, `handlers`.
 - `serve`: the program of a server.
-- `updaters`: optimizers and functions that update values; `trainer`: the trainer on a store.
+- `updaters`: optimizers and functions that update values; `store_trainer`: the trainer on a store.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Data-parallel training of PyTorch models, on the reducer of `hpcdp.data_parallel`.
 
-- `distributed`: the wrapper of a module whose gradients are averaged over all ranks. `backward`: its hooks.
+- `distributed`: the wrapper of a module whose gradients are averaged over all ranks; an index sampler for each rank.
+- `backward`: the hooks of the wrapper.
 - `sharded_optimizer`: an optimizer in which each rank updates its shard of the parameters.
-- `sync_batch_norm`: batch normalization over the batches of all ranks.
-- `sampler`: an index sampler for each rank.
-- `functional`: collectives and messages with gradients.
-- `process_group`: the backend "hpcdp" of `torch.distributed`. `store`: its key-value store.
-- `state`: torch's objects in checkpoints. `tensors`: parameters and buffers as arrays.
+- `functional`: collectives and messages with gradients; batch normalization over the batches of all ranks.
+- `process_group`: the backend "hpcdp" of `torch.distributed`. `c10d_store`: its key-value store.
+- `checkpoint_adapters`: torch's objects in checkpoints. `tensors`: parameters and buffers as arrays.
 """
 
 from ..errors import ConfigError
@@ -20,13 +19,12 @@ except ImportError as _error:
 
 from ..torch_backend import register
 from . import (
+    checkpoint_adapters,  # noqa: F401  (registers torch's tensors for checkpoints)
     functional,
-    state,  # noqa: F401  (registers torch's tensors for checkpoints)
 )
-from .distributed import DistributedDataParallel
-from .sampler import DistributedSampler
+from .distributed import DistributedDataParallel, DistributedSampler
+from .functional import SyncBatchNorm
 from .sharded_optimizer import GradScaler, ShardedOptimizer, broadcast_optimizer_state
-from .sync_batch_norm import SyncBatchNorm
 
 register()  # where PyTorch does not do it: TORCH_DEVICE_BACKEND_AUTOLOAD=0, or a copy that is not installed
 

@@ -21,7 +21,7 @@ from ..data_parallel.base_trainer import BaseTrainer
 from ..engine.engine import Trace
 from ..errors import ConfigError, MismatchError
 from ..kvstore.asynchronous import AsyncStore
-from ..kvstore.trainer import StoreTrainer
+from ..kvstore.store_trainer import StoreTrainer
 from ..nn import Module
 from ..nn.functional import softmax_cross_entropy
 from ..nn.jit.cache import Phases

@@ -28,7 +28,7 @@ from ..comm import World
 from ..core import files
 from ..core.checks import file_name, is_number
 from ..data_parallel.base_trainer import BaseTrainer
-from ..data_parallel.profiling import BucketCost, BucketTimes, GpuTimes, critical_path, mirrored_need, reduction_seconds
+from ..data_parallel.overlap import BucketCost, BucketTimes, GpuTimes, critical_path, mirrored_need, reduction_seconds
 from ..engine.engine import Span, Trace
 from ..errors import ConfigError, DataError, HpcdpError, shortened, type_named
 from .metrics import Record, read_metrics, replace_file

@@ -34,7 +34,7 @@ from ..core.environment import explained
 from ..data_parallel.base_trainer import BaseTrainer
 from ..data_parallel.bucket_trainer import BucketTrainer
 from ..errors import ConfigError, HpcdpError, MismatchError, SaveError, Terminated, listed
-from ..kvstore.trainer import StoreTrainer
+from ..kvstore.store_trainer import StoreTrainer
 from ..nn import Module, models
 from ..nn.functional import softmax_cross_entropy
 from .callbacks import AdaptWorkLoad, Callback, EarlyStopping, KeepMetrics, KeepWorkLoad, ShowProgress

@@ -13,11 +13,11 @@ from ..compression import Settings
 from ..core.checks import function, instance
 from ..data_parallel.base_trainer import BaseTrainer, no_parameters
 from ..data_parallel.bucket_trainer import BucketTrainer
-from ..data_parallel.buckets import Parameter
-from ..data_parallel.gradient_policy import Policy
+from ..data_parallel.buckets import ParameterLike
+from ..data_parallel.trainer_parts import Policy
 from ..errors import ConfigError, type_named
 from ..kvstore import KVStore
-from ..kvstore.trainer import StoreTrainer
+from ..kvstore.store_trainer import StoreTrainer
 from ..nn import Module
 from ..nn.functional import require_per_sample, softmax_cross_entropy
 from ..nn.jit.cache import UNOBSERVED, HybridStep, Phases, finish, like
@@ -86,7 +86,7 @@ class Trainer(BaseTrainer, metaclass=abc.ABCMeta):
 
     def __new__(
         cls,
-        params: Sequence[Parameter],
+        params: Sequence[ParameterLike],
         optimizer: Optimizer,
         world: World | None = None,
         *,

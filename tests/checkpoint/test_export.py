@@ -27,9 +27,9 @@ def torch():
 
 
 def torch_writer():
-    from hpcdp.torch import state as torch_state
+    from hpcdp.torch import checkpoint_adapters
 
-    return torch_state.write
+    return checkpoint_adapters.write
 
 
 def test_numpy_reads_an_npz(path, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from hpcdp import nn, optim
 from hpcdp.comm import thread_comm
 from hpcdp.data import ArrayDataset, DataLoader, ShardedSampler
-from hpcdp.data_parallel.profiling import CommunicationStats
+from hpcdp.data_parallel.overlap import CommunicationStats
 from hpcdp.train.fit import fit
 from hpcdp.train.metrics import Evaluation
 from hpcdp.train.trainer import Trainer

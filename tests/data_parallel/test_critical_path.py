@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcdp.data_parallel.profiling import BucketCost, BucketTimes, critical_path, mirrored_need, reduction_seconds
+from hpcdp.data_parallel.overlap import BucketCost, BucketTimes, critical_path, mirrored_need, reduction_seconds
 
 
 def simulated_step(forward: int, backward: int, between: int, buckets: list[BucketCost], order) -> int:

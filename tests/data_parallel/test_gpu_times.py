@@ -8,7 +8,7 @@ from hpcdp import optim
 from hpcdp.comm import thread_comm
 from hpcdp.core.arrays import Streams, gpu
 from hpcdp.data_parallel.gpu_reduction import GpuReduction
-from hpcdp.data_parallel.profiling import GpuTimes
+from hpcdp.data_parallel.overlap import GpuTimes
 from hpcdp.train.report import BACKWARD, FORWARD, STEP, StepReport
 from hpcdp.train.trainer import Trainer
 

@@ -15,8 +15,8 @@ from hpcdp.autograd import record
 from hpcdp.checkpoint import Manager
 from hpcdp.comm import thread_comm
 from hpcdp.core.arrays import dtype_of, to_host
-from hpcdp.data_parallel import gradient_policy as data_parallel_policy
-from hpcdp.data_parallel.gradient_policy import DynamicLossScale
+from hpcdp.data_parallel import trainer_parts as data_parallel_policy
+from hpcdp.data_parallel.trainer_parts import DynamicLossScale
 from hpcdp.errors import ConfigError, MismatchError
 from hpcdp.train.fit import fit
 from hpcdp.train.metrics import evaluate

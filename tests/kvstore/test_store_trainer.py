@@ -26,11 +26,11 @@ from hpcdp import kvstore, nn, optim
 from hpcdp.autograd import record
 from hpcdp.comm import thread_comm
 from hpcdp.data_parallel.bucket_trainer import BucketTrainer
-from hpcdp.data_parallel.gradient_policy import Policy
+from hpcdp.data_parallel.trainer_parts import Policy
 from hpcdp.errors import MismatchError, StaleGradientError
 from hpcdp.kvstore.arguments import PullHandle
 from hpcdp.kvstore.serve import serve
-from hpcdp.kvstore.trainer import StoreTrainer
+from hpcdp.kvstore.store_trainer import StoreTrainer
 
 SYNC = ("dist_sync", "dist_device_sync")
 
@@ -83,7 +83,7 @@ def test_compression_is_the_stores(kind):
 
 
 def test_a_local_store_starts_no_mpi(monkeypatch):
-    monkeypatch.setattr("hpcdp.kvstore.trainer.init", lambda: pytest.fail("a local store needs no ranks"))
+    monkeypatch.setattr("hpcdp.kvstore.store_trainer.init", lambda: pytest.fail("a local store needs no ranks"))
     net = network()
     trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), kvstore="local")
     before = values_of(net)

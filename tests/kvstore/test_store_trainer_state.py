@@ -12,7 +12,7 @@ from hpcdp.autograd import record
 from hpcdp.comm import thread_comm
 from hpcdp.core import files
 from hpcdp.errors import ConfigError, StaleGradientError
-from hpcdp.kvstore.trainer import _with_keys
+from hpcdp.kvstore.store_trainer import _with_keys
 
 BATCH = 6
 KINDS = [

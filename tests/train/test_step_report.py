@@ -8,7 +8,7 @@ import pytest
 from hpcdp import nn, optim
 from hpcdp.comm import thread_comm
 from hpcdp.data import ArrayDataset, DataLoader, ShardedSampler
-from hpcdp.data_parallel.profiling import BucketTimes
+from hpcdp.data_parallel.overlap import BucketTimes
 from hpcdp.engine.engine import Trace
 from hpcdp.train import report as train_report
 from hpcdp.train.fit import fit

@@ -42,21 +42,23 @@ from ..data_parallel.base_trainer import (
     trained,
     unfinished,
 )
-from ..data_parallel.buckets import Accumulation, Parameter
-from ..data_parallel.gradient_policy import (
+from ..data_parallel.buckets import Accumulation, ParameterLike
+from ..data_parallel.overlap import CommunicationLane, CommunicationStats
+from ..data_parallel.reducer import StepSync, shared_comms
+from ..data_parallel.sharded_update import changing, moved, moved_anywhere, places_of, rule_at
+from ..data_parallel.trainer_parts import (
+    FILE_HEADER,
+    RESIDUAL,
     Policy,
     Unwritten,
     checked_policy,
     first_scale,
     is_dynamic,
+    read_states,
     stale,
     stale_anywhere,
+    take_states,
 )
-from ..data_parallel.overlap import CommunicationLane
-from ..data_parallel.profiling import CommunicationStats
-from ..data_parallel.reducer import StepSync, shared_comms
-from ..data_parallel.sharded_update import changing, moved, moved_anywhere, places_of, rule_at
-from ..data_parallel.trainer_state import FILE_HEADER, RESIDUAL, read_states, take_states
 from ..errors import ConfigError, StaleGradientError, warn
 from ..optim import Optimizer, require_by_elements
 from . import KINDS, KVStore, create
@@ -146,7 +148,7 @@ def check_settings(kind: object, update_on_kvstore: bool | None, policy: Policy,
             )  # fmt: skip
 
 
-def check_precision(params: Sequence[Parameter], loss_scale: object) -> None:
+def check_precision(params: Sequence[ParameterLike], loss_scale: object) -> None:
     """Raise `ConfigError` for 16-bit parameters and a dynamic loss scale.
 
     Stores keep no float32 copies of parameters, and do not check sums of gradients.
@@ -161,7 +163,7 @@ def check_precision(params: Sequence[Parameter], loss_scale: object) -> None:
                           remedy=remedy)  # fmt: skip
 
 
-def check_apart(params: Sequence[Parameter]) -> None:
+def check_apart(params: Sequence[ParameterLike]) -> None:
     """Raise `ConfigError` for layers that synchronize ranks, for ``dist_async``, whose ranks do not step together."""
     joint = next((param for param in params if getattr(param, "is_joint", False)), None)
     if joint is not None:
@@ -197,7 +199,7 @@ class StoreTrainer(BaseTrainer, FitsSaved):
     @may_wait
     def __init__(
         self,
-        params: Sequence[Parameter],
+        params: Sequence[ParameterLike],
         optimizer: Optimizer,
         world: World | None = None,
         *,
@@ -585,7 +587,7 @@ class StoreTrainer(BaseTrainer, FitsSaved):
 
         check() if self.world is None else on_every_rank(self.world.comm, check)
 
-    def _mark_written(self, name: str, param: Parameter) -> None:
+    def _mark_written(self, name: str, param: ParameterLike) -> None:
         if self._holds_sums:
             raise StaleGradientError(
                 "backward", where=name, expected="one backward pass before each step()", got="another one",
@@ -657,7 +659,7 @@ class StoreTrainer(BaseTrainer, FitsSaved):
             self.store.pushpull(key, scaled, out=pull_target(param), priority=-key)
             self._time(param)
 
-    def _pass_over(self, key: int, param: Parameter) -> None:
+    def _pass_over(self, key: int, param: ParameterLike) -> None:
         """Skip the push of an unused parameter, which a zero gradient would move by momentum and weight decay."""
         if isinstance(self.store, AsyncStore):
             self.store.pass_over(key)
@@ -667,7 +669,7 @@ class StoreTrainer(BaseTrainer, FitsSaved):
         for key, param in enumerate(self._params):
             self._pull_one(key, param)
 
-    def _pull_one(self, key: int, param: Parameter) -> None:
+    def _pull_one(self, key: int, param: ParameterLike) -> None:
         self.store.pull(key, out=pull_target(param), priority=-key)
         self._time(param)
 
