@@ -16,6 +16,7 @@ Common arguments:
 from __future__ import annotations
 
 import enum
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,9 +27,8 @@ from .. import collectives
 from ..comm import World
 from ..comm.tasks import Operation
 from ..core.checks import instance
-from ..errors import ConfigError, UnsupportedError
+from ..errors import ConfigError, MismatchError, UnsupportedError
 from ..torch import functional
-from .join import Turns
 from .process_sets import ProcessSet, global_process_set
 
 
@@ -47,6 +47,9 @@ Average, Sum, Min, Max = ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.MIN, ReduceOp.
 Product, Adasum = ReduceOp.PRODUCT, ReduceOp.ADASUM
 
 _HALVES = (torch.float16, torch.bfloat16)
+_SHORT_NBYTES = 256
+"""The length of an announcement in bytes; a longer one follows in a message of its own."""
+_HEADER = np.dtype(np.int32)
 
 
 class _NoCompression:
@@ -72,7 +75,7 @@ class _Fp16Compression(_NoCompression):
         return (tensor.half(), tensor.dtype) if tensor.is_floating_point() else (tensor, None)
 
 
-class Compression:
+class Compressions:
     """The encodings of tensors that are sent."""
 
     none = _NoCompression
@@ -136,7 +139,7 @@ def allreduce_async_(
 
 
 def allreduce(
-    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, compression: Any = Compression.none,
+    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, compression: Any = Compressions.none,
     op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:  # fmt: skip
@@ -149,7 +152,7 @@ def allreduce(
     def pulled_back(gradient: torch.Tensor) -> torch.Tensor:
         if reduction_named("allreduce", op, average) not in (Sum.value, Average.value):
             raise UnsupportedError("backward", expected="an allreduce by Sum or Average", got=str(op))
-        return allreduce(gradient, average, name, Compression.none, op, prescale_factor, postscale_factor, process_set)
+        return allreduce(gradient, average, name, Compressions.none, op, prescale_factor, postscale_factor, process_set)
 
     result = _WithGradient.apply(compressed, reduced, pulled_back)  # type: ignore[no-untyped-call]
     return compression.decompress(result, context)  # type: ignore[no-any-return]
@@ -190,7 +193,7 @@ def grouped_allreduce_async_(
 
 def grouped_allreduce(
     tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None,
-    compression: Any = Compression.none, op: ReduceOp | None = None, prescale_factor: float = 1.0,
+    compression: Any = Compressions.none, op: ReduceOp | None = None, prescale_factor: float = 1.0,
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:  # fmt: skip
     """Return the reductions of all ``tensors``, which stay as they are."""
@@ -330,7 +333,7 @@ def reducescatter_async(
 
 
 def reducescatter(
-    tensor: torch.Tensor, name: str | None = None, compression: Any = Compression.none, op: ReduceOp = Average,
+    tensor: torch.Tensor, name: str | None = None, compression: Any = Compressions.none, op: ReduceOp = Average,
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> torch.Tensor:  # fmt: skip
     """Return this rank's rows of the reduction of ``tensor``, which stays as it is."""
@@ -358,7 +361,7 @@ def grouped_reducescatter_async(
 
 
 def grouped_reducescatter(
-    tensors: Sequence[torch.Tensor], name: str | None = None, compression: Any = Compression.none,
+    tensors: Sequence[torch.Tensor], name: str | None = None, compression: Any = Compressions.none,
     op: ReduceOp = Average, process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:  # fmt: skip
@@ -386,7 +389,7 @@ def join(device: Any = -1) -> int:
     Returns:
         The rank that joined last.
     """
-    return _turns(global_process_set.world).join(_take_part)
+    return _announcements(global_process_set.world).join(_take_part)
 
 
 def broadcast_object(
@@ -426,7 +429,7 @@ def _start(kind: str, tensors: list[torch.Tensor], process_set: ProcessSet, **ar
         shapes = [[0, *x.shape[1:]] if kind in _UNEVEN else [*x.shape] for x in tensors]
         dtypes = [str(x.dtype).removeprefix("torch.") for x in tensors]
         alike = {**arguments, "splits": arguments.get("splits") is not None}  # ranks differ in splits
-        _turns(world).announce({"kind": kind, "shapes": shapes, "dtypes": dtypes, "arguments": alike})
+        _announcements(world).announce({"kind": kind, "shapes": shapes, "dtypes": dtypes, "arguments": alike})
     with torch.no_grad():  # parameters may be changed in place
         return _STARTERS[kind](tensors, world, **arguments)
 
@@ -448,8 +451,68 @@ def _take_part(event: dict[str, Any]) -> None:
     _STARTERS[kind](zeros, world, **arguments).wait()
 
 
-def _turns(world: World) -> Turns:
-    return world.keep(Turns, lambda: Turns(world))
+class Announcements:
+    """The announcements of one world's operations to ranks that have run out of data and joined.
+
+    Before each operation on all ranks, a rank announces it by a short sum that it does not wait for. A joined rank,
+    which announces nothing, waits for the sum and then takes part in the operation with zeros. If nobody has announced
+    anything, all ranks have joined.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._count = 0
+
+    def announce(self, event: dict[str, Any]) -> None:
+        """Announce an operation of this rank; every rank that has not joined must call, with the same event."""
+        if self._world.size > 1:
+            self._count += 1
+            text = json.dumps(event).encode()
+            short, long = _messages_of(text)
+            collectives.iallreduce(short, "max", self._world)
+            if long.size:
+                collectives.iallreduce(long, "max", self._world)
+
+    def join(self, take_part: Callable[[dict[str, Any]], object]) -> int:
+        """Call ``take_part`` with each event of other ranks until all have joined; return the last rank that joined."""
+        world = self._world
+        joined_at = self._count
+        while world.size > 1 and (event := self._next()) is not None:
+            self._count += 1
+            take_part(event)
+        last = np.array([joined_at * world.size + world.rank])
+        return int(collectives.allreduce(last, "max", world)[0]) % world.size
+
+    def _next(self) -> dict[str, Any] | None:
+        short = collectives.iallreduce(np.zeros(_SHORT_NBYTES, np.uint8), "max", self._world).wait()
+        nbytes = int(short[: _HEADER.itemsize].view(_HEADER)[0])
+        if not nbytes:
+            return None
+        text = short[_HEADER.itemsize :][:nbytes]
+        if nbytes > text.size:
+            text = collectives.iallreduce(np.zeros(nbytes, np.uint8), "max", self._world).wait()
+        try:
+            return json.loads(text.tobytes())  # type: ignore[no-any-return]
+        except ValueError:  # the maximum of different announcements
+            raise MismatchError(
+                "join", expected="the same operation on all ranks with data", got="different ones",
+                remedy="call the same operations in the same order on all ranks",
+            ) from None  # fmt: skip
+
+
+def _messages_of(text: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """Return the short message of an announcement, and the long one, empty if the short one has the text."""
+    short = np.zeros(_SHORT_NBYTES, np.uint8)
+    short[: _HEADER.itemsize].view(_HEADER)[0] = len(text)
+    encoded = np.frombuffer(text, np.uint8)
+    if len(text) <= _SHORT_NBYTES - _HEADER.itemsize:
+        short[_HEADER.itemsize :][: len(text)] = encoded
+        return short, encoded[:0]
+    return short, encoded.copy()
+
+
+def _announcements(world: World) -> Announcements:
+    return world.keep(Announcements, lambda: Announcements(world))
 
 
 class _WithGradient(torch.autograd.Function):

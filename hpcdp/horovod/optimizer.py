@@ -21,7 +21,7 @@ from .. import collectives
 from .. import torch as hpcdp_torch
 from ..core.checks import whole_number
 from ..errors import ConfigError, StaleGradientError, UnsupportedError
-from .operations import Average, Compression, Handle, ReduceOp, allreduce_async_, reduction_named
+from .operations import Average, Compressions, Handle, ReduceOp, allreduce_async_, reduction_named
 from .process_sets import ProcessSet, global_process_set
 
 _FIRST_NBYTES, _MOST_NBYTES = 1 << 20, 25 << 20
@@ -216,7 +216,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: Any = Compression.none,
+    compression: Any = Compressions.none,
     backward_passes_per_step: int = 1,
     op: ReduceOp = Average,
     gradient_predivide_factor: float = 1.0,
@@ -232,7 +232,7 @@ def DistributedOptimizer(
     Args:
         optimizer: an optimizer of PyTorch, but not LBFGS.
         named_parameters: names of all parameters, for checks; default none.
-        compression: `Compression.none` or `Compression.fp16`.
+        compression: ``hvd.Compression.none`` or ``hvd.Compression.fp16``.
         backward_passes_per_step: the number of backwards whose gradients are added up before each step.
         op: `Average`, `Sum`, `Min`, `Max` or `Product`.
         gradient_predivide_factor: divides gradients before the sum and multiplies the result, with `Average`.

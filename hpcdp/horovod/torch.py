@@ -8,7 +8,6 @@ from ..torch import SyncBatchNorm
 from .operations import (
     Adasum,
     Average,
-    Compression,
     Max,
     Min,
     Product,
@@ -43,6 +42,7 @@ from .operations import (
     sparse_allreduce_async,
     synchronize,
 )
+from .operations import Compressions as Compression
 from .optimizer import DistributedOptimizer, broadcast_optimizer_state, broadcast_parameters
 from .process_sets import (
     ProcessSet,
