@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 import codecs
 import contextlib
+import dataclasses
 import importlib
 import io
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 import hpcdp
@@ -33,8 +34,6 @@ _FORWARDING = {
     "tune": "measure collectives and save the fastest algorithms",
     "checkpoint": "list, verify, compare, export and remove checkpoints",
     "slurm": "render batch scripts, submit them, manage their jobs",
-    "report": "write an HTML page that shows or compares runs",
-    "completion": "print the completion script of bash or zsh",
 }
 """Commands whose modules parse the rest of the line, with their descriptions."""
 _EPILOG = """\
@@ -51,6 +50,16 @@ examples:
   hpcdp info --json
   hpcdp launch -n 4 -- hpcdp info    also node and cores of each rank
 """
+_COMPLETION_EXAMPLES = """\
+examples:
+  eval "$(hpcdp completion bash)"          in ~/.bashrc
+  eval "$(hpcdp completion zsh)"           in ~/.zshrc, after compinit
+  hpcdp completion zsh >~/.zfunc/_hpcdp    or in a folder of $fpath
+"""
+_SHELLS = ("bash", "zsh")
+_FILES = ("FILE", "PATH", "OUT", "A", "B", "PROGRAM ...")
+_FOLDERS = ("DIR", "FOLDER", "RUN")
+"""The values of arguments that a shell completes by names of files or folders, as the help shows them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -137,7 +146,7 @@ def parser() -> Parser:
     made = Parser(prog="hpcdp", description="Data-parallel training of neural networks on MPI.", epilog=_EPILOG)
     made.add_argument("--version", action="version", version=f"hpcdp {hpcdp.__version__}")
     commands = made.add_subparsers(title="commands", metavar="COMMAND", dest="command_name", required=True)
-    train.add_to(commands)
+    train.add_train(commands)
     about = "show versions, MPI library, cores, memory and devices"
     info = add_command(commands, "info", _info, about, epilog=_INFO_EXAMPLES)
     info.add_argument("--json", action="store_true", help="print JSON")
@@ -145,6 +154,10 @@ def parser() -> Parser:
     doctor.add_argument("--slurm", action="store_true", help="check MPI under Slurm; in a job it starts job steps")
     for name, about in _FORWARDING.items():
         add_command(commands, name, _forward, about)
+    train.add_report(commands)
+    about = "print the completion script of bash or zsh"
+    completion = add_command(commands, "completion", _complete, about, epilog=_COMPLETION_EXAMPLES)
+    completion.add_argument("shell", metavar="SHELL", help=" or ".join(_SHELLS))
     return made
 
 
@@ -178,7 +191,7 @@ def _forward(arguments: argparse.Namespace) -> int:
 
 def _module_of(name: str) -> Any:
     """Return the module of a command of `_FORWARDING`, with its functions ``parser`` and ``main``."""
-    names = {"bench": "hpcdp.bench.command", "tune": "hpcdp.bench.tune"}
+    names = {"bench": "hpcdp.bench.command", "slurm": "hpcdp.cli.slurm_jobs", "tune": "hpcdp.bench.tune"}
     return importlib.import_module(names.get(name, f"hpcdp.cli.{name}"))
 
 
@@ -192,3 +205,50 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from . import doctor
 
     return doctor.show(doctor.SLURM_CHECKS if arguments.slurm else doctor.CHECKS)
+
+
+def _complete(arguments: argparse.Namespace) -> int:
+    """Print the completion script of a shell, made by shtab."""
+    check_name("shell", arguments.shell, _SHELLS)
+    import shtab
+
+    made = complete_parser()
+    values = _values()
+    for command, action in _actions(made):
+        if (command, action.dest) in values:
+            action.choices = values[command, action.dest]
+        elif action.metavar in _FILES:
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
+        elif action.metavar in _FOLDERS:
+            action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+    print(shtab.complete(made, arguments.shell))
+    return 0
+
+
+def _values() -> dict[tuple[str, str], Sequence[str]]:
+    """Return the valid values of arguments, by command and attribute; it loads NumPy."""
+    from ..bench.command import BENCHMARKS, STYLES
+    from ..collectives import ALGORITHMS
+    from ..launch.launchers import LAUNCHERS
+    from ..launch.slurm_scripts import TEMPLATES
+    from ..train.config import TrainConfig
+
+    fields = dataclasses.fields(TrainConfig)
+    values = {("train", field.name): field.metadata["choices"] for field in fields if field.metadata["choices"]}
+    return values | {
+        ("launch", "launcher"): list(LAUNCHERS),
+        ("bench", "benchmark"): BENCHMARKS,
+        ("bench", "style"): STYLES,
+        ("tune", "collectives"): list(ALGORITHMS),
+        ("slurm render", "template"): list(TEMPLATES),
+        ("slurm submit", "template"): list(TEMPLATES),
+        ("completion", "shell"): _SHELLS,
+    }
+
+
+def _actions(made: Parser) -> Iterator[tuple[str, argparse.Action]]:
+    """Yield every argument with the name of its command."""
+    for action in made._actions:
+        yield made.prog.removeprefix("hpcdp").strip(), action
+    for command in made.commands.values():
+        yield from _actions(command)

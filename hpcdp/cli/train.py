@@ -1,6 +1,7 @@
-"""The command `hpcdp train`: its options, the launch of its ranks on this machine, and the run of one rank.
+"""The commands `hpcdp train` and `hpcdp report`.
 
-It loads neither NumPy nor MPI before the options have been checked.
+`hpcdp train` starts its ranks on this machine, or is one of them; `hpcdp report` writes a page about runs, without MPI.
+This module loads neither NumPy nor MPI before the options have been checked.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from ..core import environment
+from ..core.checks import file_name
 from ..core.environment import explained, fail, launched_ranks, module, speaks
-from ..errors import HpcdpError
+from ..errors import ConfigError, HpcdpError, printable, reason
 from ..launch.parser import Parser, add_command
 from ..train import config as runs_config
 from ..train.config import CHECKPOINTS, TrainConfig, kind_of, uncollected
@@ -39,9 +41,17 @@ end of the batch job). The same command with --resume auto continues.
 Settings in a TOML file have the names of the flags with underscores:
   batch_size = 256
 """
+_REPORT_EXAMPLES = """\
+The page contains its pictures, and needs no network.
+
+examples:
+  hpcdp report runs/lenet-digits-001             writes report.html into it
+  hpcdp report runs/lenet-* --output all.html    compares runs
+  hpcdp report runs/lenet-digits-001 --png figs  also writes pictures
+"""
 
 
-def add_to(commands: Any) -> None:
+def add_train(commands: Any) -> None:
     """Add ``hpcdp train`` to the commands of the parser of ``hpcdp``."""
     usage = "hpcdp train [MODEL] [--data NAME] [--ranks N] [options]"
     train = add_command(commands, "train", _train, "train a network over MPI ranks", usage=usage,
@@ -180,3 +190,45 @@ def _as_arguments(config: TrainConfig) -> list[str]:
         elif value is not None and value is not False:
             arguments.append(f"{flag}={value}")
     return arguments
+
+
+def add_report(commands: Any) -> None:
+    """Add ``hpcdp report`` to the commands of the parser of ``hpcdp``."""
+    about = "write an HTML page that shows or compares runs"
+    report = add_command(commands, "report", _report, about, epilog=_REPORT_EXAMPLES)
+    report.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="the folder of a run")
+    about = "the page (default: report.html, in the folder of a single run)"
+    report.add_argument("-o", "--output", metavar="FILE", type=Path, help=about)
+    report.add_argument("--png", metavar="DIR", type=Path, help="also write the pictures into this folder")
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from ..train import report  # loads matplotlib, which other commands do not need
+
+    runs = report.read_runs(arguments.runs)
+    output = arguments.output or (arguments.runs[0] if len(runs) == 1 else Path()) / "report.html"
+    file_name("report", "--output", output, (".html", ".htm"))
+    if arguments.png is not None:
+        file_name("report", "--png", arguments.png)
+    with explained("drawing", True, sys.stderr):
+        figures = report.draw_all(runs)
+    page = report.page(runs, figures)
+    _write(output, page)
+    print(f"report    {printable(str(output))}, {len(page) / 1e3:.0f} kB")
+    if arguments.png is not None:
+        for heading, png in figures.items():
+            name = heading.lower().replace(",", "").replace(" ", "-")
+            path = arguments.png / f"{name}.png"
+            _write(path, png)
+            print(f"picture   {printable(str(path))}")
+    return 0
+
+
+def _write(path: Path, content: str | bytes) -> None:
+    from ..train.metrics import replace_file
+
+    try:
+        path.parent.mkdir(exist_ok=True)  # the folder of the pictures
+        replace_file(path, content)
+    except OSError as error:
+        raise ConfigError("report", where=path, expected="a writable path", got=reason(error)) from error
