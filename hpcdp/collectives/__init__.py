@@ -7,19 +7,20 @@ Public functions:
 - `point_to_point`: messages between two ranks. `objects`: Python objects.
 
 - `staging`: checks of arrays, and their copies in host memory.
-- `registry`: the algorithms of each collective, and the choice between them.
+- `registry`: the algorithms of each collective, among them the reference and the MPI library's own, and the choice
+  between them.
 - `cost_model`: predicted times, and measured links.
 
 The algorithms:
 
-- `baselines`: every rank sends everything to every rank, the specification; and the MPI library's own.
 - `intra_node`: the ranks of a node read each other's memory.
 - `ring`: around one ring, or several at once.
 - `halving_doubling`: pairs at growing distances exchange halves, quarters, ..., or the whole array.
 - `tree`: up and down a binomial tree, or two binary trees with half of the array each.
 - `blocks`: a block of any size from every rank to every rank.
-- `compressed`: every shard encoded on its way to its owner and back.
 - `hierarchical`: memory inside nodes, rings between them.
+
+The allreduce of compressed messages is in `hpcdp.compression`.
 """
 
 from ..comm.communicator import Monoid

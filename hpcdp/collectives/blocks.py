@@ -30,7 +30,7 @@ from . import ring, tree
 
 
 @dataclass(frozen=True)
-class Layout:
+class BlockLayout:
     """The positions of one rank's blocks, in bytes."""
 
     limits: Sequence[tuple[int, int]]
@@ -53,7 +53,7 @@ class Layout:
 class Blocks:
     """The blocks of one rank in an exchange of all ranks; arrays are contiguous bytes, dtype uint8."""
 
-    layout: Layout
+    layout: BlockLayout
     sent: np.ndarray
     """Shape ``(nbytes,)``: this rank's data."""
     received: np.ndarray
@@ -80,58 +80,58 @@ def offsets(sizes: Sequence[int]) -> list[int]:
     return [0, *itertools.accumulate(sizes)]
 
 
-def alltoall_layout(sizes: np.ndarray, rank: int) -> Layout:
+def alltoall_layout(sizes: np.ndarray, rank: int) -> BlockLayout:
     """Return the layout of an alltoall of ``sizes``, shape ``(n, n)``: the bytes that each rank sends to each."""
     own, starts = offsets(sizes[rank].tolist()), np.cumsum(sizes, axis=1) - sizes
     ends = offsets(sizes[:, rank].tolist())
     longest = int(sizes.sum(axis=1).max())
-    return Layout(list(itertools.pairwise(own)), ends, starts[:, rank].tolist(), longest, True)
+    return BlockLayout(list(itertools.pairwise(own)), ends, starts[:, rank].tolist(), longest, True)
 
 
-def layout_of_messages(sent: Sequence[int], received: Sequence[int], carried: np.ndarray | None) -> Layout:
+def layout_of_messages(sent: Sequence[int], received: Sequence[int], carried: np.ndarray | None) -> BlockLayout:
     """Return the layout of an alltoall by messages, of the bytes sent to each rank and received from each.
 
-    What other ranks exchange is unknown, except what this one passes on: see `Layout.carried`.
+    What other ranks exchange is unknown, except what this one passes on: see `BlockLayout.carried`.
     """
     n = len(sent)
-    return Layout(list(itertools.pairwise(offsets(sent))), offsets(received), [0] * n, sum(sent), True, carried)
+    return BlockLayout(list(itertools.pairwise(offsets(sent))), offsets(received), [0] * n, sum(sent), True, carried)
 
 
-def even_alltoall_layout(nbytes: int, ranks: int, rank: int) -> Layout:
+def even_alltoall_layout(nbytes: int, ranks: int, rank: int) -> BlockLayout:
     """Return the layout of an alltoall of blocks of one size; ``nbytes`` is that of all blocks of a rank."""
     ends = bounds(nbytes, ranks)
-    return Layout(list(itertools.pairwise(ends)), ends, [ends[rank]] * ranks, nbytes, True)
+    return BlockLayout(list(itertools.pairwise(ends)), ends, [ends[rank]] * ranks, nbytes, True)
 
 
-def allgather_layout(ends: Sequence[int], rank: int) -> Layout:
+def allgather_layout(ends: Sequence[int], rank: int) -> BlockLayout:
     """Return the layout of an allgather; ``ends`` are the ``n + 1`` limits of the parts of all ranks."""
     n = len(ends) - 1
     longest = max(last - first for first, last in itertools.pairwise(ends))
-    return Layout([(0, ends[rank + 1] - ends[rank])] * n, ends, [0] * n, longest)
+    return BlockLayout([(0, ends[rank + 1] - ends[rank])] * n, ends, [0] * n, longest)
 
 
-def gather_layout(sizes: Sequence[int], rank: int, root: int) -> Layout:
+def gather_layout(sizes: Sequence[int], rank: int, root: int) -> BlockLayout:
     """Return the layout of a gather of parts of ``sizes`` on ``root``."""
     n = len(sizes)
     limits = [(0, sizes[rank] if other == root else 0) for other in range(n)]
     ends = offsets(sizes) if rank == root else [0] * (n + 1)
-    return Layout(limits, ends, [0] * n, max(sizes), rank == root)
+    return BlockLayout(limits, ends, [0] * n, max(sizes), rank == root)
 
 
-def scatter_layout(sizes: Sequence[int], rank: int, root: int) -> Layout:
+def scatter_layout(sizes: Sequence[int], rank: int, root: int) -> BlockLayout:
     """Return the layout of a scatter in which ``root`` sends ``sizes[r]`` bytes to rank r; other ranks send nothing."""
     n, limits = len(sizes), offsets(sizes)
     mine = list(itertools.pairwise(limits)) if rank == root else [(0, 0)] * n
     ends = [0] * (root + 1) + [sizes[rank]] * (n - root)
     firsts = [limits[rank] if other == root else 0 for other in range(n)]
-    return Layout(mine, ends, firsts, limits[-1], True)
+    return BlockLayout(mine, ends, firsts, limits[-1], True)
 
 
-def broadcast_layout(nbytes: int, ranks: int, rank: int, root: int) -> Layout:
+def broadcast_layout(nbytes: int, ranks: int, rank: int, root: int) -> BlockLayout:
     """Return the layout of a broadcast of ``nbytes`` bytes, which ``root`` does not send to itself."""
     limits = [(0, nbytes if rank == root != other else 0) for other in range(ranks)]
     ends = [0] * (ranks + 1) if rank == root else [0] * (root + 1) + [nbytes] * (ranks - root)
-    return Layout(limits, ends, [0] * ranks, nbytes)
+    return BlockLayout(limits, ends, [0] * ranks, nbytes)
 
 
 def direct(blocks: Blocks, world: World, tag: int) -> Steps:
@@ -255,7 +255,7 @@ def counts_by_node(counts: np.ndarray, world: World, tag: int) -> StepsTo[tuple[
 
     Returns:
         The numbers received from each rank, shape ``(n,)``, and those of the messages that this rank passes on in
-            `by_node`, see `Layout.carried`; None if no node has several ranks.
+            `by_node`, see `BlockLayout.carried`; None if no node has several ranks.
     """
     received = np.empty_like(counts)
     layout = even_alltoall_layout(counts.nbytes, counts.size, world.rank)

@@ -27,7 +27,7 @@ from ..core.checks import choices, described
 from ..errors import UnsupportedError
 from . import blocks as block_algorithms
 from . import intra_node, registry
-from .blocks import Blocks, Layout, offsets
+from .blocks import BlockLayout, Blocks, offsets
 from .staging import accepts_tensors, bring_back, bytes_of, check_like, checked_root, kind_of_call, movable, ranks_of
 
 ArrayT = TypeVar("ArrayT", bound=Array)
@@ -330,7 +330,7 @@ def start_exchange(exchange: Exchange, world: World, x: object) -> Operation[Any
 class Moved:
     """The movement of an exchange on one rank, once the counts of all ranks are known."""
 
-    layout: Layout
+    layout: BlockLayout
     algorithm: str
     """The algorithm, in `blocks.ALGORITHMS`, of ranks that do not share memory."""
     shape: tuple[int, ...]
@@ -455,7 +455,7 @@ def prepare_choice(world: World) -> None:
         block_algorithms.nodes_of(world)
 
 
-def parts_of_all(ends: Sequence[int], world: World, algorithm: str = "auto") -> tuple[Layout, str]:
+def parts_of_all(ends: Sequence[int], world: World, algorithm: str = "auto") -> tuple[BlockLayout, str]:
     """Return the layout and algorithm by which all ranks get the parts of all, whose ``n + 1`` limits are ``ends``."""
     if algorithm == "auto" and sum(first < last for first, last in itertools.pairwise(ends)) == 1:
         algorithm = "tree"
@@ -549,7 +549,7 @@ def alltoall_exchange(
         layout = block_algorithms.layout_of_messages(sent, (received * width).tolist(), passed_on)
         return planned(largest, received, layout)
 
-    def planned(largest: int, received: np.ndarray, layout: Layout) -> Moved:
+    def planned(largest: int, received: np.ndarray, layout: BlockLayout) -> Moved:
         moved = moved_by(n * largest * width)
         return Moved(layout, moved, (int(received.sum()), *row), dtype, lambda x: (x, received.copy()))
 

@@ -68,7 +68,7 @@ def igrouped_allreduce(
 ) -> Operation[list[ArrayT]]:
     """Start a `grouped_allreduce`, with the same arguments and errors; ``wait()`` returns its result."""
     name, world = "grouped_allreduce", ranks_of(world)
-    group = _Group.of(name, xs)
+    group = _FusedArrays.of(name, xs)
     for x in group.arrays:
         check_writeable(name, "xs", x)
     packed: list[Array] = [np.concatenate([group.hosts[i].reshape(-1) for i in members]) for members in group.by_dtype]
@@ -128,7 +128,7 @@ def igrouped_reduce_scatter(
     """Start a `grouped_reduce_scatter`, with the same arguments and errors; ``wait()`` returns its result."""
     name, world = "grouped_reduce_scatter", ranks_of(world)
     factors: dict[str, Any] = {"prescale": prescale, "postscale": postscale}
-    group, n = _Group.of(name, xs), world.size
+    group, n = _FusedArrays.of(name, xs), world.size
     limits = [bounds(host.size, n) for host in group.hosts]
     operations: list[Operation[Any]] = [_compared(name, group, world)]
     scattered = []
@@ -182,7 +182,7 @@ def igrouped_allgather(xs: Sequence[ArrayT], world: World | None = None) -> Oper
 
 
 def _gathering(name: str, xs: Sequence[Array], world: World) -> Exchange:
-    group = _Group.of(name, xs)
+    group = _FusedArrays.of(name, xs)
     hosts = [np.atleast_1d(host) for host in group.hosts]
     sent: np.ndarray = np.concatenate([bytes_of(host) for host in hosts])
     rows_nbytes = [data_movement.row_nbytes(host.shape[1:], host.dtype) for host in hosts]
@@ -231,7 +231,7 @@ def grouped_broadcast(xs: Sequence[ArrayT], root: int = 0, world: World | None =
 def igrouped_broadcast(xs: Sequence[ArrayT], root: int = 0, world: World | None = None) -> Operation[list[ArrayT]]:
     """Start a `grouped_broadcast`, with the same arguments and errors; ``wait()`` returns its result."""
     name, world = "grouped_broadcast", ranks_of(world)
-    group = _Group.of(name, xs)
+    group = _FusedArrays.of(name, xs)
     is_root = world.rank == root
     for x in group.arrays if not is_root else ():
         check_writeable(name, "xs", x)
@@ -249,7 +249,7 @@ def igrouped_broadcast(xs: Sequence[ArrayT], root: int = 0, world: World | None 
 
 
 @dataclass(frozen=True)
-class _Group:
+class _FusedArrays:
     """The arrays of a call, and copies or views of them on the host."""
 
     arrays: list[Array]
@@ -258,7 +258,7 @@ class _Group:
     """The numbers of the arrays of each dtype."""
 
     @classmethod
-    def of(cls, name: str, xs: Sequence[Array]) -> _Group:
+    def of(cls, name: str, xs: Sequence[Array]) -> _FusedArrays:
         if isinstance(xs, (np.ndarray, str, bytes)) or not isinstance(xs, Sequence) or not xs:
             raise UnsupportedError(name, where="xs", expected="a list of arrays, at least one", got=described(xs))
         hosts = [movable(name, x, f"xs[{i}]") for i, x in enumerate(xs)]
@@ -268,7 +268,7 @@ class _Group:
         return cls(list(xs), hosts, list(by_dtype.values()))
 
 
-def _compared(name: str, group: _Group, world: World) -> Operation[None]:
+def _compared(name: str, group: _FusedArrays, world: World) -> Operation[None]:
     """Compare the shapes and dtypes of all arrays; packed arrays would agree if only their sum does."""
     facts = [f"{host.shape} {host.dtype.name}" for host in group.hosts]
     call = Call(name, f"{name} of {len(facts)} arrays", *facts)
@@ -276,7 +276,11 @@ def _compared(name: str, group: _Group, world: World) -> Operation[None]:
 
 
 def _when_complete(
-    name: str, operations: Sequence[Operation[Any]], finish: Callable[[], list[Array]], group: _Group, world: World
+    name: str,
+    operations: Sequence[Operation[Any]],
+    finish: Callable[[], list[Array]],
+    group: _FusedArrays,
+    world: World,
 ) -> Operation[list[Array]]:
     def steps() -> StepsTo[list[Array]]:
         yield [PolledRequest(operation.has_ended) for operation in operations]

@@ -28,7 +28,7 @@ from ..comm.consistency import Call, Calls, InMemory
 from ..comm.tasks import ProgressEngine, run_until_complete
 from ..core.arrays import words
 from ..errors import UnsupportedError, WorldAborted
-from .blocks import Blocks, Layout, allgather_layout, broadcast_layout
+from .blocks import BlockLayout, Blocks, allgather_layout, broadcast_layout
 
 T = TypeVar("T")
 
@@ -186,7 +186,7 @@ class _Staging:
             met = exchange(*arrays)
         return True
 
-    def moves(self, layout: Layout, call: Call) -> Exchange:
+    def moves(self, layout: BlockLayout, call: Call) -> Exchange:
         """Return the kernel ``move(sent, received)`` of a layout that all ranks know."""
         none, known = np.empty(0, np.int64), np.empty((self._memory.size, 0), np.int64)
         return partial(self._exchange.exchange_again, none, known, *self._move_arguments(layout, call))
@@ -247,7 +247,7 @@ class _Staging:
             yield from self._not_yet(met, call)
 
     def bound_exchange(
-        self, counts: Sequence[int], known: np.ndarray, layout: Layout, call: Call
+        self, counts: Sequence[int], known: np.ndarray, layout: BlockLayout, call: Call
     ) -> BoundExchange | None:
         """Return `gather` and `exchange` of one kernel call, for counts of all ranks that are ``known``."""
         if len(counts) >= self._board.shape[2]:
@@ -255,7 +255,7 @@ class _Staging:
         mine = np.array(counts, np.int64)
         return self.bound(partial(self._exchange.exchange_again, mine, known, *self._move_arguments(layout, call)))
 
-    def _move_arguments(self, layout: Layout, call: Call) -> tuple[Any, ...]:
+    def _move_arguments(self, layout: BlockLayout, call: Call) -> tuple[Any, ...]:
         firsts, ends = np.array([*layout.firsts, layout.keeps_own], np.int64), np.array(layout.ends, np.int64)
         where = self._board, self._direct, self._rows, self._counters, self._state
         return firsts, ends, layout.longest, *where, call.signature
@@ -462,7 +462,7 @@ def exchange(blocks: Blocks, world: World, call: Call) -> Steps:
 
 
 def bound_exchange(
-    counts: Sequence[int], known: np.ndarray, layout: Layout, world: World, call: Call
+    counts: Sequence[int], known: np.ndarray, layout: BlockLayout, world: World, call: Call
 ) -> BoundExchange | None:
     """Return `gather` and `exchange` as one kernel call, for counts of all ranks that are ``known``."""
     return _staging_of(world).bound_exchange(counts, known, layout, call)

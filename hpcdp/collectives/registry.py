@@ -4,6 +4,12 @@
 everything that decides which algorithm is fastest, without host names, so that it fits every job of the same shape on
 the same kind of machines. Rank 0 reads the table once and sends it to all ranks, so all choose alike. Rank 0 reports on
 stderr a table that does not fit, which is ignored.
+
+Here are also the two baselines of each collective: the reference, which specifies all other algorithms, and the MPI
+library's own. In the reference every rank sends everything to every rank. Reductions run in the order of the ranks, 0
+first, so all ranks get the same bits. Sent per rank: n - 1 messages of the rank's whole array (allgather: its shard;
+broadcast: by the root alone). The MPI library's collectives block, except the nonblocking allreduce, which all ranks
+must start in the same order. 16-bit floats are reduced in float32, which MPI supports.
 """
 
 from __future__ import annotations
@@ -22,14 +28,14 @@ from typing import Any
 import numpy as np
 
 from .. import kernels
-from ..comm import Reduction, World
-from ..comm.communicator import OPS, Steps
+from ..comm import Communicator, Reduction, World
+from ..comm.communicator import OPS, Steps, narrow, reduce_in_order, reducible, split
 from ..comm.consistency import Call, on_rank_0
 from ..comm.tasks import ProgressEngine, run_until_complete
 from ..core.checks import choices, nearest
 from ..core.files import own_part_of, replaced
 from ..errors import ConfigError, HpcdpError, UnsupportedError, reason, to_stderr
-from . import baselines, cost_model, halving_doubling, hierarchical, intra_node, ring, tree
+from . import cost_model, halving_doubling, hierarchical, intra_node, ring, tree
 from .cost_model import ETHERNET, FABRIC, Link, MachineModel, Topology, assumed
 
 
@@ -37,8 +43,8 @@ from .cost_model import ETHERNET, FABRIC, Link, MachineModel, Topology, assumed
 class Algorithm:
     """An implementation of a collective.
 
-    Each function takes the collective's arguments (see `baselines`), then the world; ``steps`` also takes a tag. A
-    function that compares calls itself takes the `Call` instead of a tag.
+    Each function takes the collective's arguments, as `reference_allreduce` and the others do, then the world;
+    ``steps`` also takes a tag. A function that compares calls itself takes the `Call` instead of a tag.
     """
 
     name: str
@@ -114,6 +120,92 @@ class Algorithm:
         return None if exchange is None else exchange.direct_call(world, call)
 
 
+def reference_allreduce(x: np.ndarray, op: Reduction, comm: Communicator, tag: int) -> Steps:
+    """Reduce ``x``, shape ``(count,)``, in place over all ranks of ``comm``."""
+    inputs = [x if rank == comm.rank else np.empty_like(x) for rank in range(comm.size)]
+    yield [comm.irecv(inputs[rank], rank, tag) for rank in _other_ranks(comm)] + [
+        comm.isend(x, rank, tag) for rank in _other_ranks(comm)
+    ]
+    narrow(reduce_in_order(inputs, op), x)
+
+
+def reference_reduce_scatter(x: np.ndarray, out: np.ndarray, op: Reduction, comm: Communicator, tag: int) -> Steps:
+    """Reduce ``x``, shape ``(count,)``, over all ranks, with this rank's shard in ``out``; ``x`` is overwritten."""
+    yield from reference_allreduce(x, op, comm, tag)
+    out[...] = split(x, comm.size)[comm.rank]
+
+
+def reference_allgather(out: np.ndarray, comm: Communicator, tag: int) -> Steps:
+    """Complete ``out``, shape ``(count,)``, in which every rank has written its shard."""
+    parts = split(out, comm.size)
+    yield [comm.irecv(parts[rank], rank, tag) for rank in _other_ranks(comm)] + [
+        comm.isend(parts[comm.rank], rank, tag) for rank in _other_ranks(comm)
+    ]
+
+
+def reference_broadcast(x: np.ndarray, root: int, comm: Communicator, tag: int) -> Steps:
+    """Overwrite ``x``, shape ``(count,)``, on all ranks with the values of ``root``."""
+    if comm.rank == root:
+        yield [comm.isend(x, rank, tag) for rank in _other_ranks(comm)]
+    else:
+        yield [comm.irecv(x, root, tag)]
+
+
+def reference_reduce(x: np.ndarray, op: Reduction, root: int, comm: Communicator, tag: int) -> Steps:
+    """Reduce ``x``, shape ``(count,)``, over all ranks, in place on ``root``; elsewhere it may be overwritten."""
+    yield from reference_allreduce(x, op, comm, tag)
+
+
+def _other_ranks(comm: Communicator) -> list[int]:
+    return [rank for rank in range(comm.size) if rank != comm.rank]
+
+
+def native_allreduce(x: np.ndarray, op: Reduction, world: World) -> None:
+    """Reduce ``x``, shape ``(count,)``, in place over all ranks."""
+    total = op.widened(x)
+    world.comm.native_allreduce(total, op.of_partial_results().name)
+    op.finish(total, world.size, x)
+
+
+def native_allreduce_steps(x: np.ndarray, op: Reduction, world: World, tag: int) -> Steps:
+    """Run `native_allreduce` as a machine."""
+    name, total = op.name, reducible(op.widened(x))
+    nan = np.isnan(total) if name in ("min", "max") and total.dtype.kind == "f" else None
+    started = [world.comm.native_iallreduce(total, op.of_partial_results().name)]
+    if nan is not None:  # MPI's minimum and maximum may drop a NaN
+        started.append(world.comm.native_iallreduce(nan.view(np.uint8), "max"))
+    yield started  # at once: MPI needs the same order of operations on all ranks
+    if nan is not None:
+        total[nan] = np.nan
+    op.finish(total, world.size, x)
+
+
+def native_reduce_scatter(x: np.ndarray, out: np.ndarray, op: Reduction, world: World) -> None:
+    """Reduce ``x``, shape ``(count,)``, over all ranks, with this rank's shard in ``out``; ``x`` is overwritten."""
+    total = op.widened(x)
+    shard = out if total.dtype == out.dtype else np.empty(out.size, total.dtype)
+    world.comm.native_reduce_scatter(total, shard, op.of_partial_results().name)
+    op.finish(shard, world.size, out)
+
+
+def native_allgather(out: np.ndarray, world: World) -> None:
+    """Complete ``out``, shape ``(count,)``, in which every rank has written its shard."""
+    world.comm.native_allgather(out)
+
+
+def native_broadcast(x: np.ndarray, root: int, world: World) -> None:
+    """Overwrite ``x``, shape ``(count,)``, on all ranks with the values of ``root``."""
+    world.comm.native_broadcast(x, root)
+
+
+def native_reduce(x: np.ndarray, op: Reduction, root: int, world: World) -> None:
+    """Reduce ``x``, shape ``(count,)``, over all ranks, in place on ``root``; elsewhere it may be overwritten."""
+    total = op.widened(x)
+    world.comm.native_reduce(total, op.of_partial_results().name, root)
+    if world.rank == root:
+        op.finish(total, world.size, x)
+
+
 def _one_after_another(first: Steps, second: Steps) -> Steps:
     yield from first
     yield from second
@@ -145,8 +237,8 @@ def _by_name(*algorithms: Algorithm) -> dict[str, Algorithm]:
 
 ALGORITHMS: dict[str, dict[str, Algorithm]] = {
     "allreduce": _by_name(
-        _flat("reference", baselines.reference_allreduce),
-        Algorithm("native", baselines.native_allreduce_steps, baselines.native_allreduce, any_monoid=False),
+        _flat("reference", reference_allreduce),
+        Algorithm("native", native_allreduce_steps, native_allreduce, any_monoid=False),
         _shared(
             intra_node.allreduce,
             intra_node.allreduce_steps,
@@ -167,8 +259,8 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
         Algorithm("hierarchical", hierarchical.allreduce, prepare=hierarchical.prepare),
     ),
     "reduce_scatter": _by_name(
-        _flat("reference", baselines.reference_reduce_scatter),
-        Algorithm("native", None, baselines.native_reduce_scatter, any_monoid=False),
+        _flat("reference", reference_reduce_scatter),
+        Algorithm("native", None, native_reduce_scatter, any_monoid=False),
         _shared(
             intra_node.reduce_scatter,
             intra_node.reduce_scatter_steps,
@@ -179,20 +271,20 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
         _flat("halving_doubling", halving_doubling.reduce_scatter),
     ),
     "allgather": _by_name(
-        _flat("reference", baselines.reference_allgather),
-        Algorithm("native", None, baselines.native_allgather),
+        _flat("reference", reference_allgather),
+        Algorithm("native", None, native_allgather),
         _shared(intra_node.allgather, intra_node.allgather_steps, bind=intra_node.bound_allgather),
         _flat("ring", ring.allgather),
     ),
     "broadcast": _by_name(
-        _flat("reference", baselines.reference_broadcast),
-        Algorithm("native", None, baselines.native_broadcast),
+        _flat("reference", reference_broadcast),
+        Algorithm("native", None, native_broadcast),
         _shared(intra_node.broadcast, intra_node.broadcast_steps, bind=intra_node.bound_broadcast),
         _flat("tree", tree.broadcast),
     ),
     "reduce": _by_name(
-        _flat("reference", baselines.reference_reduce),
-        Algorithm("native", None, baselines.native_reduce, spares_input=True, any_monoid=False),
+        _flat("reference", reference_reduce),
+        Algorithm("native", None, native_reduce, spares_input=True, any_monoid=False),
         _shared(intra_node.reduce, intra_node.reduce_steps, any_monoid=False, bind=intra_node.bound_reduce),
         _flat("tree", tree.reduce),
     ),

@@ -487,7 +487,7 @@ class _Side:
         self.body: Any = None if data is None else whole[_HEADER_NBYTES:nbytes].view(data.dtype)
 
 
-class _Blocks:
+class _MessageBuffers:
     """Buffers for a message to a partner and one from it, reused by calls with data of one kind."""
 
     def __init__(self) -> None:
@@ -524,7 +524,7 @@ class ByMessages:
         self._pairs = [(lane, peer) for lane, peer, _, _ in self._rounds] if all_pairs else []
         self._number = 0
         self._tickets = self._served = 0
-        self._blocks = _Blocks()
+        self._blocks = _MessageBuffers()
 
     def agree(self, call: Call, total: np.ndarray | None = None, op: Reduction | None = None) -> None:
         """Block until every rank has made ``call``; also reduce ``total``, shape ``(count,)``, in place by ``op``.
@@ -559,7 +559,7 @@ class ByMessages:
 
     def steps(self, call: Call, total: np.ndarray | None = None, op: Reduction | None = None) -> Steps:
         """Return `agree` as resumable steps. Steps that follow it in an algorithm run in the order of the calls."""
-        exchange = self._exchange(call, self._next_tag(), _Blocks(), total, op)
+        exchange = self._exchange(call, self._next_tag(), _MessageBuffers(), total, op)
         self._tickets += 1
         return self._in_order(exchange, call, self._tickets - 1)
 
@@ -579,7 +579,9 @@ class ByMessages:
         self._number = (self._number + 1) % (1 << OPERATION_BITS)
         return make_tag(0, self._number)
 
-    def _exchange(self, call: Call, tag: int, blocks: _Blocks, total: np.ndarray | None, op: Reduction | None) -> Steps:
+    def _exchange(
+        self, call: Call, tag: int, blocks: _MessageBuffers, total: np.ndarray | None, op: Reduction | None
+    ) -> Steps:
         """Send and receive as `_rounds` says; long data in pieces, one after another."""
         if total is None:
             yield from self._compared(call, tag, blocks.sides_of(None))

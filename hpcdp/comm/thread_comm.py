@@ -57,7 +57,7 @@ class _Job:
                 condition.notify_all()
 
 
-class _Group:
+class _ThreadGroup:
     """The mailboxes and meetings of one communicator's ranks."""
 
     def __init__(self, job: _Job, size: int) -> None:
@@ -68,16 +68,16 @@ class _Group:
         """One condition per rank, so that a message wakes its receiver alone."""
         self.mail: dict[tuple[int, int], dict[int, deque[np.ndarray]]] = defaultdict(dict)
         """Messages not received yet, by source and destination, then by tag."""
-        self.posted: dict[tuple[int, int, int], deque[weakref.ref[_Receive]]] = defaultdict(deque)
+        self.posted: dict[tuple[int, int, int], deque[weakref.ref[_ThreadReceive]]] = defaultdict(deque)
         """Receives without a message yet, by source, destination and tag, in the order in which they were started."""
         self.meetings: dict[int, dict[int, Any]] = defaultdict(dict)
         self.users = {ThreadCommunicator.signatures}
-        self._subsets: dict[tuple[int, ...], _Group] = {}
+        self._subsets: dict[tuple[int, ...], _ThreadGroup] = {}
 
-    def subset(self, ranks: tuple[int, ...]) -> _Group:
+    def subset(self, ranks: tuple[int, ...]) -> _ThreadGroup:
         """Return the group of some of the ranks, the same one for each of them."""
         with self.job.lock:
-            return self._subsets.setdefault(ranks, _Group(self.job, len(ranks)))
+            return self._subsets.setdefault(ranks, _ThreadGroup(self.job, len(ranks)))
 
 
 class _Sent:
@@ -90,8 +90,8 @@ class _Sent:
         pass
 
 
-class _Receive:
-    def __init__(self, group: _Group, key: tuple[int, int, int], x: np.ndarray, exact: bool = True) -> None:
+class _ThreadReceive:
+    def __init__(self, group: _ThreadGroup, key: tuple[int, int, int], x: np.ndarray, exact: bool = True) -> None:
         self._group, self._key, self._x, self._exact, self._done = group, key, x, exact, False
         self._failure: MismatchError | None = None
         with group.job.lock:
@@ -134,7 +134,7 @@ class _Receive:
 class _Meeting:
     """An allreduce to which every rank adds its array, complete when all have."""
 
-    def __init__(self, group: _Group, number: int, rank: int, x: np.ndarray, op: str) -> None:
+    def __init__(self, group: _ThreadGroup, number: int, rank: int, x: np.ndarray, op: str) -> None:
         self._group, self._x, self._op = group, x, resolve("native", op, x.dtype)
         with group.job.lock:
             self._inputs = group.meetings[number]
@@ -163,7 +163,7 @@ class ThreadCommunicator:
 
     signatures = 1 << 16
 
-    def __init__(self, group: _Group, rank: int) -> None:
+    def __init__(self, group: _ThreadGroup, rank: int) -> None:
         self.rank = rank
         self.size = group.size
         self.traffic = Traffic()
@@ -199,17 +199,17 @@ class ThreadCommunicator:
             self._group.arrived[dest].notify_all()
         return _Sent()
 
-    def irecv(self, x: np.ndarray, source: int, tag: int = 0) -> _Receive:
+    def irecv(self, x: np.ndarray, source: int, tag: int = 0) -> _ThreadReceive:
         """See `Messages.irecv`."""
-        return _Receive(self._group, (source, self.rank, tag), x)
+        return _ThreadReceive(self._group, (source, self.rank, tag), x)
 
     def isend_whole(self, x: np.ndarray, dest: int, tag: int) -> Request:
         """See `Communicator.isend_whole`."""
         return self.isend(x, dest, tag)
 
-    def irecv_up_to(self, x: np.ndarray, source: int, tag: int) -> _Receive:
+    def irecv_up_to(self, x: np.ndarray, source: int, tag: int) -> _ThreadReceive:
         """See `Communicator.irecv_up_to`."""
-        return _Receive(self._group, (source, self.rank, tag), x, exact=False)
+        return _ThreadReceive(self._group, (source, self.rank, tag), x, exact=False)
 
     def swap(self, x: np.ndarray, received: np.ndarray, peer: int, tag: int) -> None:
         """See `Communicator.swap`."""
@@ -270,7 +270,7 @@ class ThreadCommunicator:
 
     def duplicate(self) -> ThreadCommunicator:
         """See `Communicator.duplicate`."""
-        group = self.meet(_Group(self._group.job, self.size) if self.rank == 0 else None)[0]
+        group = self.meet(_ThreadGroup(self._group.job, self.size) if self.rank == 0 else None)[0]
         assert group is not None
         return ThreadCommunicator(group, self.rank)
 
@@ -398,10 +398,10 @@ def _worlds(
     n = sum(sizes)
     if places_on_machine is None:
         places_on_machine = range(n)
-    everyone, calls = _Group(job, n), _Group(job, n)
-    nodes = [_Group(job, size) for size in sizes]
+    everyone, calls = _ThreadGroup(job, n), _ThreadGroup(job, n)
+    nodes = [_ThreadGroup(job, size) for size in sizes]
     num_rails = min(sizes)
-    rails = [_Group(job, len(sizes)) for _ in range(num_rails)]
+    rails = [_ThreadGroup(job, len(sizes)) for _ in range(num_rails)]
     cores = len(os.sched_getaffinity(0))
     worlds = []
     places = [(node, local_rank) for node, size in enumerate(sizes) for local_rank in range(size)]

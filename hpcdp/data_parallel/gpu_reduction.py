@@ -20,7 +20,6 @@ from functools import partial
 
 import numpy as np
 
-from ..collectives import compressed
 from ..comm import Communicator, Reduction, Request, World, gpu_rows
 from ..comm.communicator import PolledRequest, Steps, StepsTo, make_tag, resolve, split, wait_for
 from ..comm.consistency import on_every_rank
@@ -29,7 +28,7 @@ from ..comm.gpu_rows.transport import SUMMED_KINDS, GpuTransport, NodeRows, Part
 from ..comm.shared_memory import PrivateMemory
 from ..comm.tasks import LANES, TAGS, ProgressEngine, TaskGroup, in_lanes, segments, together
 from ..comm.watchdog import WatchedBarrier
-from ..compression import Codec, Compression, ErrorFeedback
+from ..compression import Codec, Compression, ErrorFeedback, coded_segments, compressed_allreduce_by, shard_slices
 from ..core.arrays import Array, Event, Stream, Streams, gpu
 from ..core.checks import choices
 from ..errors import DeviceError, UnsupportedError
@@ -183,7 +182,7 @@ class Share:
 class CodeStaging(Coder):
     """Compressed sums over nodes: a `Coder` that encodes and decodes on the GPU; only codes go through host memory.
 
-    The messages and their contents are those of `collectives.compressed`::
+    The messages and their contents are those of `hpcdp.compression.compressed_allreduce`::
 
         GPU     encode parts for others |                   | decode, add, encode the sum |             | decode
         host               copy to host | to the owners ... | copy to GPU    copy to host | to all  ... | copy to GPU
@@ -243,7 +242,7 @@ class CodeStaging(Coder):
         def make(x: Array, first: int, lane: int) -> _OnDevice:
             return _OnDevice(x, first, feedback, self.comm, slots[lane], row)
 
-        yield from compressed.allreduce_by(make, self._pieces[number], self.comm, tag, turn)
+        yield from compressed_allreduce_by(make, self._pieces[number], self.comm, tag, turn)
         if self._padding[number].size:  # some codecs decode a zero as another value
             with streams.on_device(), self._stream:
                 part[self._padding[number]] = 0
@@ -288,14 +287,14 @@ class _Slot:
 
 
 class _OnDevice:
-    """`compressed.Coding` of an array on a GPU."""
+    """`compression.Coding` of an array on a GPU."""
 
     def __init__(
         self, x: Array, first: int, feedback: ErrorFeedback, comm: Communicator, slot: _Slot, row: NodeRows
     ) -> None:
         self._feedback, self._comm, self._slot, self._row = feedback, comm, slot, row
         n, me = comm.size, comm.rank
-        self._parts, self._places = split(x, n), compressed.places_of(x, first, n)
+        self._parts, self._places = split(x, n), shard_slices(x, first, n)
         nbytes = [feedback.nbytes(part.size) for part in self._parts]
         codes = slot.codes([*nbytes, *[nbytes[me]] * n])
         self.sent, self.received = ([host for host, _ in half] for half in (codes[:n], codes[n:]))
@@ -338,7 +337,7 @@ def _pieces(part: Array, codec: Codec, n: int) -> list[Array]:
     """Return the segments of ``part``; empty where nothing is sent."""
     if part.size == 0 or n == 1:
         return []
-    return compressed.pieces_of(part, codec, n, _LONG_NBYTES if codec.by_element else None)
+    return coded_segments(part, codec, n, _LONG_NBYTES if codec.by_element else None)
 
 
 def _slots(streams: Streams, stream: Stream, pieces: Sequence[Array], codec: Codec, n: int) -> list[_Slot]:

@@ -26,14 +26,14 @@ from typing import Protocol
 import numpy as np
 
 from .. import kernels
-from ..collectives import compressed, halving_doubling, ring
+from ..collectives import halving_doubling, ring
 from ..comm import Communicator, Reduction, Request, World
 from ..comm.communicator import Messages, Steps, make_tag, resolve
 from ..comm.gpu_rows.transport import GpuTransport
 from ..comm.shared_memory import NodeMemory
 from ..comm.tasks import MESSAGE_NBYTES, ProgressEngine, TaskGroup, in_lanes, run_until_complete, segments, together
 from ..comm.watchdog import WatchedBarrier
-from ..compression import Compression, ErrorFeedback
+from ..compression import Compression, ErrorFeedback, compressed_allreduce, sent_and_plain_nbytes
 from ..core.arrays import Array, array_namespace, from_host, is_half, is_host, to_host, words
 from ..core.state import Part, Sharded
 from ..kernels.reference import EVERY_ROW, SUM
@@ -126,7 +126,7 @@ class Coder:
 
         Both are 0 where nothing is compressed.
         """
-        return compressed.sent_and_plain_nbytes(self.feedback, self.comm.size)
+        return sent_and_plain_nbytes(self.feedback, self.comm.size)
 
 
 class InterNodeReduction(Coder):
@@ -179,7 +179,7 @@ class InterNodeReduction(Coder):
         if self.feedback:
             feedback = self.feedback[bucket.number]
             kept = set_aside(feedback.residual, unsent, bucket.shard)
-            yield from compressed.allreduce(host, feedback, self.comm, tag, turn)
+            yield from compressed_allreduce(host, feedback, self.comm, tag, turn)
             for part in self._padding[bucket.number]:  # some codecs decode a zero as another value
                 host[part] = feedback.residual[part] = 0
             put_back(feedback.residual, host, kept)

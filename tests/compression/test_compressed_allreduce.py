@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from pairs import pairs
 
-from hpcdp.collectives import compressed
+from hpcdp import compression
 from hpcdp.comm import thread_comm
 from hpcdp.comm.communicator import split
 from hpcdp.comm.tasks import run_until_complete
@@ -29,7 +29,7 @@ def steps(n, codec, count, number, dtype="f4"):
         before = world.comm.traffic.messages, world.comm.traffic.nbytes
         for step in range(number):
             x = gradient(world.rank, step, count).astype(dtype_of(dtype))
-            run_until_complete(compressed.allreduce(x, feedback, world.comm, 64 * (1 + step % 3)))
+            run_until_complete(compression.compressed_allreduce(x, feedback, world.comm, 64 * (1 + step % 3)))
             sums.append(x)
         after = world.comm.traffic.messages, world.comm.traffic.nbytes
         return sums, feedback.residual, [b - a for a, b in zip(before, after, strict=True)]
@@ -53,21 +53,21 @@ def test_the_same_bits_on_all_ranks_and_nothing_lost(n, codec, count):
 @pytest.mark.parametrize("n", [2, 3, 5, 8])
 @pytest.mark.parametrize("message", [64, 60 << 10])
 def test_what_is_sent(n, codec, message, monkeypatch):
-    monkeypatch.setattr(compressed, "MESSAGE_NBYTES", message)
+    monkeypatch.setattr(compression, "MESSAGE_NBYTES", message)
     count = 5003
     found = steps(n, codec, count, 1)
-    assert sum(nbytes for _, _, (_, nbytes) in found) == compressed.sent_nbytes(count, F4, codec, n)
+    assert sum(nbytes for _, _, (_, nbytes) in found) == compression.sent_nbytes(count, F4, codec, n)
     messages = {sent for _, _, (sent, _) in found}
     assert len(messages) == 1
     assert messages.pop() % (2 * (n - 1)) == 0
     if message > count:
         parts = [part.size for part in split(np.empty(count, "f4"), n)]
-        assert compressed.sent_nbytes(count, F4, codec, n) == 2 * (n - 1) * sum(codec.nbytes(p, F4) for p in parts)
+        assert compression.sent_nbytes(count, F4, codec, n) == 2 * (n - 1) * sum(codec.nbytes(p, F4) for p in parts)
 
 
 def test_segments_change_no_more_than_rounding(monkeypatch):
     whole = steps(3, Float16(), 5003, 2)
-    monkeypatch.setattr(compressed, "MESSAGE_NBYTES", 100)
+    monkeypatch.setattr(compression, "MESSAGE_NBYTES", 100)
     for (one, _, _), (many, _, _) in zip(whole, steps(3, Float16(), 5003, 2), strict=True):
         np.testing.assert_allclose(one, many, atol=1e-2)
 
@@ -91,7 +91,7 @@ def test_a_nan_of_one_rank_arrives_everywhere_and_is_gone_in_the_next_step():
             x = gradient(world.rank, step, 100)
             if step == 0 and world.rank == 1:
                 x[90] = np.nan
-            run_until_complete(compressed.allreduce(x, feedback, world.comm, 64))
+            run_until_complete(compression.compressed_allreduce(x, feedback, world.comm, 64))
             sums.append(x)
         return sums
 
@@ -113,7 +113,7 @@ def test_what_overflows_is_no_error_of_the_rank_that_adds(codec, dtype, large):
             x = np.ones(1000, kind)
             x[::7] = largest if large == "largest" else np.inf * (-1) ** world.rank
             with np.errstate(over="raise", invalid="raise"):
-                run_until_complete(compressed.allreduce(x, feedback, world.comm, 0))
+                run_until_complete(compression.compressed_allreduce(x, feedback, world.comm, 0))
         return x.tobytes()
 
     assert len(set(thread_comm.run(2, rank))) == 1
@@ -127,7 +127,7 @@ def test_fixed_thresholds_follow_the_sequence_of_the_store_summed_over_ranks(n):
         feedback, sums = ErrorFeedback(TwoBit(0.5), 40, F4), []
         for value in (0.4, 0.1, 0.2, 0.3, *[0.4] * 100):
             x = np.full(40, value, "f4")
-            run_until_complete(compressed.allreduce(x, feedback, world.comm, 64))
+            run_until_complete(compression.compressed_allreduce(x, feedback, world.comm, 64))
             sums.append(x[0])
         return sums
 
