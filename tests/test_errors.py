@@ -13,7 +13,7 @@ import pytest
 
 from hpcdp import autograd, errors, kvstore
 from hpcdp.core.files import require_file
-from hpcdp.data.images import read_idx
+from hpcdp.data.catalog import read_idx
 from hpcdp.errors import (
     LONGEST_LINE,
     ConfigError,

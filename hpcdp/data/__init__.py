@@ -3,7 +3,7 @@
 Knows nothing of ranks: samplers take ``num_parts`` and ``part_index`` as numbers.
 """
 
-from .catalog import load
+from .catalog import load, read_cifar10, read_idx
 from .datasets import (
     ArrayDataset,
     Dataset,
@@ -14,8 +14,7 @@ from .datasets import (
     split_and_load,
     split_batch,
 )
-from .images import Augmentation, RandomCrop, RandomFlip, read_cifar10, read_idx
-from .loader import DataLoader
+from .loader import Augmentation, DataLoader, RandomCrop, RandomFlip
 from .samplers import BatchSampler, RandomSampler, SequentialSampler, ShardedSampler, SharedSampler, VirtualShardSampler
 
 __all__ = [

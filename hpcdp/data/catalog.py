@@ -1,4 +1,4 @@
-"""Data sets by name: their download, and the digits set in the package.
+"""Data sets by name: their download, their files in the formats idx and CIFAR-10, and the digits set in the package.
 
 Files are in ``ROOT/NAME/``, where ROOT is ``HPCDP_DATA_DIR``, else ``~/.cache/hpcdp/data``. Licenses: digits CC BY 4.0,
 MNIST CC BY-SA 3.0 (LeCun, Cortes and Burges), Fashion-MNIST MIT (Zalando SE, 2017). CIFAR-10 states no license and asks
@@ -6,6 +6,13 @@ to cite Krizhevsky 2009. The plays of Shakespeare are in the public domain.
 
 The digits are "Optical Recognition of Handwritten Digits", E. Alpaydin and C. Kaynak, 1998, UCI Machine Learning
 Repository, https://doi.org/10.24432/C50P49, CC BY 4.0: 1,438 training and 359 test images of 8 x 8 pixels.
+
+The idx format (LeCun, Cortes and Burges, "The MNIST database", section "The IDX file format"): two zero bytes, a type
+code, the number of dimensions, each dimension as a big-endian uint32, then the values, big-endian, last axis fastest.
+
+The binary version of CIFAR-10 (Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009, and its web
+page): records of 3073 bytes, one label and 3 x 32 x 32 pixels, channels first. The "python version" is a pickle and is
+not read.
 """
 
 from __future__ import annotations
@@ -13,20 +20,25 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
+import gzip
 import hashlib
+import math
 import os
-from collections.abc import Iterator
+import struct
+import tarfile
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from ..core.checks import one_of
-from ..core.files import replaced
+from ..core.files import replaced, require_file
 from ..core.hdf5 import open_hdf5, trust
-from ..errors import ConfigError, DataError, listed, reason
-from . import images as data_images
-from .datasets import ArrayDataset, Dataset, ImageDataset, read_shakespeare
-from .images import read_idx, resize
+from ..errors import ConfigError, DataError, MissingFileError, listed, reason
+from .datasets import ArrayDataset, Dataset, ImageDataset, read_shakespeare, resize
 
 _MAX_NBYTES = 1 << 30
 _OF_DISKS = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS
@@ -145,6 +157,10 @@ def read_digits(split: str, image_size: int | None = None) -> ArrayDataset:
 NAMES = ("cifar10", "digits", "fashion_mnist", "mnist", "shakespeare")
 SPLITS = ("train", "test")
 _NUM_CLASSES = 10
+_RECORD_NBYTES = 1 + 3 * 32 * 32
+CIFAR10_ARCHIVE = "cifar-10-binary.tar.gz"
+CIFAR10_TRAIN = tuple(f"data_batch_{i}.bin" for i in range(1, 6))
+CIFAR10_TEST = ("test_batch.bin",)
 
 _ADDRESSES = {
     "mnist": ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/"),
@@ -164,7 +180,7 @@ _MD5 = {
         "t10k-images-idx3-ubyte.gz": "bef4ecab320f06d8554ea6380940ec79",
         "t10k-labels-idx1-ubyte.gz": "bb300cfdad3c16e7a12a480ee83cd310",
     },
-    "cifar10": {data_images.ARCHIVE: "c32a1d4ab5d03f1284b67883e8d87530"},
+    "cifar10": {CIFAR10_ARCHIVE: "c32a1d4ab5d03f1284b67883e8d87530"},
 }
 
 
@@ -179,7 +195,7 @@ def load(name: str, split: str = "train", root: str | Path | None = None, image_
             "shakespeare" (in the package), a text.
         split: "train" or "test".
         root: the folder of all data sets; None for ``HPCDP_DATA_DIR``, else ``~/.cache/hpcdp/data``.
-        image_size: height and width to enlarge to, see `images.resize` (LeNet takes 28); None keeps the size.
+        image_size: height and width to enlarge to, see `datasets.resize` (LeNet takes 28); None keeps the size.
 
     Returns:
         A data set of images ``(n, channels, height, width)``, float32 in [0, 1], and labels ``(n,)``, int64, with
@@ -248,17 +264,17 @@ def _idx_pair(name: str, folder: Path, split: str) -> tuple[np.ndarray, np.ndarr
 
 
 def _cifar10(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
-    paths = [folder / file for file in (data_images.TRAIN if split == "train" else data_images.TEST)]
+    paths = [folder / file for file in (CIFAR10_TRAIN if split == "train" else CIFAR10_TEST)]
     missing = [path.name for path in paths if not os.path.isfile(path)]
     if missing:
         try:
-            archive = _obtain("cifar10", folder, data_images.ARCHIVE)
+            archive = _obtain("cifar10", folder, CIFAR10_ARCHIVE)
         except DataError as error:
             error.expected = f"{error.expected}, since {listed(missing)} (the binary version) is missing"
             raise
         with folder_lock(folder):
             if not all(map(os.path.isfile, paths)):
-                data_images.unpack_cifar10(archive)
+                unpack_cifar10(archive)
     # The files hold equally many records, so a shorter one is truncated.
     sizes = {path: path.stat().st_size for path in paths}
     shortest, longest = min(paths, key=sizes.__getitem__), max(paths, key=sizes.__getitem__)
@@ -267,4 +283,140 @@ def _cifar10(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
             "read CIFAR-10", where=shortest, expected=f"{sizes[longest]} bytes, like {longest.name}",
             got=f"{sizes[shortest]} bytes", remedy="delete the .bin files to fetch them again",
         )  # fmt: skip
-    return data_images.read_cifar10(*paths)
+    return read_cifar10(*paths)
+
+
+_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+_MAX_DIMS = 32
+# The largest factor by which deflate can shrink data (zlib's technical notes, "Maximum Compression Factor").
+_MAX_INFLATION = 1032
+
+
+def read_idx(path: str | Path) -> np.ndarray:
+    """Read the array in an idx file, plain or gzip-compressed (detected by content, not by name).
+
+    Args:
+        path: the file.
+
+    Returns:
+        An array of the file's shape, in native byte order: uint8, int8, int16, int32, float32 or float64.
+
+    Raises:
+        DataError: the file is missing, not an idx file, truncated, longer than its header says, or damaged. No memory
+            is allocated for dimensions that the file cannot hold.
+    """
+    fault = functools.partial(DataError, "read idx", where=Path(path))
+    try:
+        with open(path, "rb") as raw:
+            compressed = raw.read(2) == b"\x1f\x8b"
+            raw.seek(0)
+            nbytes = os.fstat(raw.fileno()).st_size
+            if compressed:
+                with gzip.GzipFile(fileobj=raw) as stream:
+                    return _read(stream, fault, nbytes * _MAX_INFLATION, exact=False)  # type: ignore[arg-type]
+            return _read(raw, fault, nbytes, exact=True)
+    except FileNotFoundError as error:
+        raise MissingFileError("read idx", where=path, expected="a file", got="none") from error
+    except (EOFError, zlib.error, OSError, MemoryError) as error:
+        raise fault(expected="an undamaged file", got=error) from error
+
+
+def _read(stream: BinaryIO, fault: Callable[..., DataError], max_nbytes: int, exact: bool) -> np.ndarray:
+    start = stream.read(4)
+    if len(start) < 4 or start[:2] != b"\0\0" or start[2] not in _TYPES or not 1 <= start[3] <= _MAX_DIMS:
+        codes = ", ".join(f"{code:02x}" for code in _TYPES)
+        expected = f"a header 00 00, a type of {codes}, 1 to {_MAX_DIMS} dimensions"
+        raise fault(expected=expected, got=start.hex(" ") or "an empty file")
+    header = stream.read(4 * start[3])
+    if len(header) < 4 * start[3]:
+        raise fault(expected=f"{start[3]} dimensions", got="a truncated header")
+    shape = struct.unpack(f">{start[3]}I", header)
+    dtype = np.dtype(_TYPES[start[2]])
+    nbytes = math.prod(shape) * dtype.itemsize
+    total = 4 + len(header) + nbytes
+    if total > max_nbytes or (exact and total < max_nbytes):
+        size = f"{max_nbytes} bytes" if exact else f"at most {max_nbytes} bytes"
+        raise fault(expected=f"{total} bytes for shape {shape} of {dtype.name}", got=size)
+    if math.prod(max(length, 1) for length in shape) * dtype.itemsize > np.iinfo(np.intp).max:
+        raise fault(expected="a shape that fits the address space", got=shape)
+    values = np.empty(nbytes, np.uint8)
+    filled = 0
+    while filled < nbytes and (count := stream.readinto(memoryview(values)[filled:])):  # type: ignore[attr-defined, arg-type]
+        filled += count
+    if filled < nbytes or stream.read(1):
+        got = f"{filled} bytes" if filled < nbytes else "more"
+        raise fault(expected=f"{nbytes} bytes of values", got=got)
+    return values.view(dtype).reshape(shape).astype(dtype.newbyteorder("="), copy=False)
+
+
+def read_cifar10(*paths: str | Path) -> tuple[np.ndarray, np.ndarray]:
+    """Read and concatenate the records of files in the binary version.
+
+    Args:
+        paths: the files.
+
+    Returns:
+        Images of shape ``(n, 3, 32, 32)`` and labels of shape ``(n,)``, both uint8.
+
+    Raises:
+        ConfigError: no file is named.
+        DataError: a file is missing, its size is not a multiple of 3073 bytes, or a label is above 9.
+    """
+    if not paths:
+        raise ConfigError("read CIFAR-10", where="paths", expected="at least one file", got="none")
+    counts = []
+    for path in paths:
+        require_file("read CIFAR-10", path)
+        nbytes = os.path.getsize(path)
+        if nbytes == 0 or nbytes % _RECORD_NBYTES:
+            expected = f"a multiple of {_RECORD_NBYTES} bytes (the binary version)"
+            raise DataError("read CIFAR-10", where=path, expected=expected, got=f"{nbytes} bytes")
+        counts.append(nbytes // _RECORD_NBYTES)
+    images = np.empty((sum(counts), 3, 32, 32), np.uint8)
+    labels = np.empty(sum(counts), np.uint8)
+    start = 0
+    for path, count in zip(paths, counts, strict=True):
+        try:
+            read = np.fromfile(path, np.uint8, count * _RECORD_NBYTES)
+        except OSError as error:
+            raise DataError("read CIFAR-10", where=path, expected="a file that can be read", got=error) from error
+        if read.size != count * _RECORD_NBYTES:
+            raise DataError(
+                "read CIFAR-10", where=path, expected=f"{count * _RECORD_NBYTES} bytes", got=f"{read.size} bytes"
+            )
+        records = read.reshape(count, _RECORD_NBYTES)
+        labels[start : start + count] = records[:, 0]
+        images[start : start + count] = records[:, 1:].reshape(count, 3, 32, 32)
+        if records[:, 0].max() >= _NUM_CLASSES:
+            raise DataError("read CIFAR-10", where=path, expected="labels 0 to 9", got=records[:, 0].max())
+        start += count
+    return images, labels
+
+
+def unpack_cifar10(archive: Path) -> None:
+    """Extract the six batch files of the archive into its folder, each atomically.
+
+    Only members of these names are extracted, so an archive cannot write elsewhere. The caller holds the folder's lock.
+
+    Raises:
+        DataError: the archive is damaged or lacks a file, or its files cannot be written.
+    """
+    missing = set(CIFAR10_TRAIN + CIFAR10_TEST)
+    try:
+        with tarfile.open(archive, "r:gz") as tar:
+            for member in tar:
+                name = Path(member.name).name
+                source = tar.extractfile(member) if name in missing and member.isfile() else None
+                if source is None:
+                    continue
+                with source, replaced(archive.with_name(name)) as part, open(part, "wb") as target:
+                    while block := source.read(1 << 20):
+                        target.write(block)
+                missing.remove(name)
+    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError("unpack CIFAR-10", where=archive, expected="an undamaged tar.gz file", got=error) from error
+    except OSError as error:
+        expected = "a writeable folder with space for its files"
+        raise DataError("unpack CIFAR-10", where=archive.parent, expected=expected, got=error.strerror) from error
+    if missing:
+        raise DataError("unpack CIFAR-10", where=archive, expected=", ".join(sorted(missing)), got="no such member")

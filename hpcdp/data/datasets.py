@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import codecs
+import functools
 import gzip
 import io
 import itertools
@@ -31,7 +32,6 @@ from ..core.checks import instance, is_number, part_of, whole_number
 from ..core.files import require_file
 from ..core.hdf5 import damage_as_data_error, missing_source, open_to_read, require_inside, special_file
 from ..errors import ConfigError, DataError, HpcdpError, listed, shortened, type_named
-from .images import resize
 
 if TYPE_CHECKING:
     import h5py  # type: ignore[import-untyped]
@@ -179,13 +179,54 @@ class ArrayDataset(Dataset):
         return self.x[index], self.y[index]
 
 
+def resize(images: np.ndarray, image_size: int | None) -> np.ndarray:
+    """Enlarge images to ``image_size``: bilinearly by the largest integer factor that fits, then by zero padding.
+
+    An 8x8 image becomes 24x24 in the middle of 28x28; a 28x28 image in 32x32 is not scaled. Samples are at pixel
+    centers and the border is repeated (``align_corners=False`` of other libraries).
+
+    Args:
+        images: shape ``(..., height, width)``, square, float32.
+        image_size: height and width of the result; None or the present size returns ``images`` itself.
+
+    Returns:
+        A new array of shape ``(..., image_size, image_size)``, float32.
+
+    Raises:
+        ConfigError: the images are not square, or larger than ``image_size``.
+    """
+    height, width = images.shape[-2:]
+    if image_size is None or image_size == height == width:
+        return images
+    if height != width:
+        raise ConfigError("resize", where="images", expected="square images", got=f"{height} x {width} pixels")
+    whole_number("resize", "image_size", image_size, height)
+    enlarge = _matrix(height, image_size)
+    return np.matmul(np.matmul(enlarge, images), enlarge.T)
+
+
+@functools.lru_cache(maxsize=16)
+def _matrix(old: int, new: int) -> np.ndarray:
+    """Return the linear map of one axis, shape ``(new, old)``: interpolation rows between rows of zeros."""
+    factor = new // old
+    before = (new - old * factor) // 2
+    matrix = np.zeros((new, old), np.float32)
+    for i in range(old * factor):
+        position = min(max((i + 0.5) / factor - 0.5, 0.0), old - 1.0)
+        left = min(int(position), old - 2) if old > 1 else 0
+        matrix[before + i, left] += 1.0 - (position - left)
+        if old > 1:
+            matrix[before + i, left + 1] += position - left
+    return matrix
+
+
 class ImageDataset(Dataset):
     """Images stored as uint8 and converted to float32 in [0, 1] when read.
 
     Args:
         images: shape ``(n, channels, height, width)``, uint8; not copied.
         labels: shape ``(n,)``, integers; read as int64.
-        image_size: height and width to enlarge to when reading, see `images.resize`; None keeps the size.
+        image_size: height and width to enlarge to when reading, see `resize`; None keeps the size.
 
     Raises:
         DataError: the numbers of images and labels differ, or the shapes or dtypes are others.

@@ -12,7 +12,6 @@ from raises import raises
 
 from hpcdp import data
 from hpcdp.data import catalog
-from hpcdp.data import images as data_images
 from hpcdp.errors import ConfigError, DataError
 
 
@@ -112,21 +111,23 @@ def test_a_pair_that_cannot_be_trained_on(tmp_path: Path, count: int, label: int
 
 
 def test_cifar10_is_unpacked_once(tmp_path: Path, monkeypatch) -> None:
-    record = {name: bytes([i]) + bytes([40 * i]) * 3072 for i, name in enumerate(data_images.TRAIN + data_images.TEST)}
+    record = {
+        name: bytes([i]) + bytes([40 * i]) * 3072 for i, name in enumerate(catalog.CIFAR10_TRAIN + catalog.CIFAR10_TEST)
+    }
     folder = tmp_path / "cifar10"
     folder.mkdir()
-    with tarfile.open(folder / data_images.ARCHIVE, "w:gz") as tar:
+    with tarfile.open(folder / catalog.CIFAR10_ARCHIVE, "w:gz") as tar:
         for name, content in record.items():
             info = tarfile.TarInfo(f"cifar-10-batches-bin/{name}")
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
     with raises(DataError, operation="checksum", where=tar.name):
         data.load("cifar10", root=tmp_path)
-    md5 = hashlib.md5((folder / data_images.ARCHIVE).read_bytes()).hexdigest()
-    monkeypatch.setitem(catalog._MD5, "cifar10", {data_images.ARCHIVE: md5})
+    md5 = hashlib.md5((folder / catalog.CIFAR10_ARCHIVE).read_bytes()).hexdigest()
+    monkeypatch.setitem(catalog._MD5, "cifar10", {catalog.CIFAR10_ARCHIVE: md5})
     x, y = data.load("cifar10", "train", root=tmp_path)[:]
     assert x.shape == (5, 3, 32, 32) and y.tolist() == [0, 1, 2, 3, 4]
-    (folder / data_images.ARCHIVE).unlink()
+    (folder / catalog.CIFAR10_ARCHIVE).unlink()
     x, y = data.load("cifar10", "test", root=tmp_path)[:]
     assert y.tolist() == [5] and np.allclose(x, 200 / 255)
 
@@ -134,7 +135,7 @@ def test_cifar10_is_unpacked_once(tmp_path: Path, monkeypatch) -> None:
 def test_a_cifar10_batch_that_lacks_records_or_a_file_is_named(tmp_path: Path, monkeypatch) -> None:
     folder = tmp_path / "cifar10"
     folder.mkdir()
-    for i, name in enumerate(data_images.TRAIN):
+    for i, name in enumerate(catalog.CIFAR10_TRAIN):
         (folder / name).write_bytes((bytes([i]) + bytes(3072)) * (3 if i == 1 else 10))
     with raises(
         DataError,

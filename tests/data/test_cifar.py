@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 from raises import raises
 
-from hpcdp.data import images as data_images
-from hpcdp.data import read_cifar10
+from hpcdp.data import catalog, read_cifar10
 from hpcdp.errors import ConfigError, DataError
 
 
@@ -61,41 +60,42 @@ def test_faults(tmp_path: Path) -> None:
 
 def test_unpacking_takes_the_six_files_and_nothing_else(tmp_path: Path) -> None:
     members = {
-        f"cifar-10-batches-bin/{name}": records(1, i)[0] for i, name in enumerate(data_images.TRAIN + data_images.TEST)
+        f"cifar-10-batches-bin/{name}": records(1, i)[0]
+        for i, name in enumerate(catalog.CIFAR10_TRAIN + catalog.CIFAR10_TEST)
     }
     evil = {"../outside.bin": b"x", "cifar-10-batches-bin/readme.html": b"y"}
     (tmp_path / "in").mkdir()
-    data_images.unpack_cifar10(archive(tmp_path / "in" / data_images.ARCHIVE, {**members, **evil}))
+    catalog.unpack_cifar10(archive(tmp_path / "in" / catalog.CIFAR10_ARCHIVE, {**members, **evil}))
     assert not (tmp_path / "outside.bin").exists()
     names = {path.name for path in (tmp_path / "in").iterdir()}
-    assert names == {data_images.ARCHIVE, *data_images.TRAIN, *data_images.TEST}
+    assert names == {catalog.CIFAR10_ARCHIVE, *catalog.CIFAR10_TRAIN, *catalog.CIFAR10_TEST}
     assert (tmp_path / "in" / "data_batch_3.bin").read_bytes() == records(1, 2)[0]
 
 
 def test_archives_that_are_damaged_or_incomplete(tmp_path: Path) -> None:
     whole = archive(
-        tmp_path / "a.tar.gz", {name: records(5, 0)[0] for name in data_images.TRAIN + data_images.TEST}
+        tmp_path / "a.tar.gz", {name: records(5, 0)[0] for name in catalog.CIFAR10_TRAIN + catalog.CIFAR10_TEST}
     ).read_bytes()
     for content in (whole[: len(whole) // 2], whole[:100], b"no archive", b""):
         (tmp_path / "b.tar.gz").write_bytes(content)
         with raises(DataError, operation="unpack CIFAR-10", where=tmp_path / "b.tar.gz"):
-            data_images.unpack_cifar10(tmp_path / "b.tar.gz")
+            catalog.unpack_cifar10(tmp_path / "b.tar.gz")
     with raises(DataError, operation="unpack CIFAR-10", where=tmp_path / "c.tar.gz", expected="data_batch_1.bin"):
-        data_images.unpack_cifar10(archive(tmp_path / "c.tar.gz", {"test_batch.bin": b""}))
+        catalog.unpack_cifar10(archive(tmp_path / "c.tar.gz", {"test_batch.bin": b""}))
     link = tarfile.TarInfo("test_batch.bin")
     link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
     with tarfile.open(tmp_path / "d.tar.gz", "w:gz") as tar:
         tar.addfile(link)
     with raises(DataError, operation="unpack CIFAR-10", where=tar.name):
-        data_images.unpack_cifar10(tmp_path / "d.tar.gz")
+        catalog.unpack_cifar10(tmp_path / "d.tar.gz")
 
 
 def test_a_folder_without_room_for_what_is_unpacked(tmp_path: Path) -> None:
-    members = {name: records(5, 0)[0] for name in data_images.TRAIN + data_images.TEST}
+    members = {name: records(5, 0)[0] for name in catalog.CIFAR10_TRAIN + catalog.CIFAR10_TEST}
     packed = archive(tmp_path / "a.tar.gz", members)
     program = (
         "import pathlib, resource, sys\n"
-        "from hpcdp.data.images import unpack_cifar10\n"
+        "from hpcdp.data.catalog import unpack_cifar10\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))\n"
         "unpack_cifar10(pathlib.Path(sys.argv[1]))"
     )

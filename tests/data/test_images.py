@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from raises import raises
 
-from hpcdp.data.images import resize
+from hpcdp.data.datasets import resize
 from hpcdp.errors import ConfigError
 
 
