@@ -29,7 +29,7 @@ from ..comm.tasks import Operation
 from ..core.checks import instance
 from ..errors import ConfigError, MismatchError, UnsupportedError
 from ..torch import functional
-from .process_sets import ProcessSet, global_process_set
+from . import ProcessSet, global_process_set
 
 
 class ReduceOp(enum.Enum):

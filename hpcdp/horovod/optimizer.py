@@ -21,8 +21,8 @@ from .. import collectives
 from .. import torch as hpcdp_torch
 from ..core.checks import whole_number
 from ..errors import ConfigError, StaleGradientError, UnsupportedError
+from . import ProcessSet, global_process_set
 from .operations import Average, Compressions, Handle, ReduceOp, allreduce_async_, reduction_named
-from .process_sets import ProcessSet, global_process_set
 
 _FIRST_NBYTES, _MOST_NBYTES = 1 << 20, 25 << 20
 """The lengths of the first bucket, which starts early, and of the others."""

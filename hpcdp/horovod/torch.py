@@ -5,6 +5,32 @@ objects are never pickled, so `broadcast_object` and `allgather_object` take the
 """
 
 from ..torch import SyncBatchNorm
+from . import (
+    ProcessSet,
+    add_process_set,
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    global_process_set,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    remove_process_set,
+    rocm_built,
+    shutdown,
+    size,
+)
 from .operations import (
     Adasum,
     Average,
@@ -44,32 +70,6 @@ from .operations import (
 )
 from .operations import Compressions as Compression
 from .optimizer import DistributedOptimizer, broadcast_optimizer_state, broadcast_parameters
-from .process_sets import (
-    ProcessSet,
-    add_process_set,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    global_process_set,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    remove_process_set,
-    rocm_built,
-    shutdown,
-    size,
-)
 
 __all__ = [
     "Adasum",
