@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints, and the lock of its one writer.
+"""The folder of a run's checkpoints, the lock of its one writer, and an overview of its content.
 
 Each checkpoint has a folder, which is renamed when it is complete. ``step-0000000100`` is complete,
 ``step-0000000100.tmp`` is being written or removed, or its writer died, and ``step-0000000100.old.tmp`` is about to be
@@ -18,12 +18,14 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..comm.shared_memory import is_free, lock_request
-from ..errors import ConfigError, DataError, warn
+from ..errors import ConfigError, DataError, listed, warn
 from . import manifest
+from .manifest import Manifest
 
 NAME = "writer.lock"
 _LOCK, _UNLOCK = lock_request(fcntl.F_WRLCK, 0), lock_request(fcntl.F_UNLCK, 0)
@@ -416,3 +418,149 @@ def wait_for(path: Path, timeout_s: float = 10.0) -> None:
             if path.exists():
                 return
         time.sleep(0.01)
+
+
+RUN_SUBFOLDER = "checkpoints"
+"""Name of the folder of checkpoints in the folder of a run."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A checkpoint by its manifest and the sizes of its files."""
+
+    step: int
+    path: Path
+    manifest: Manifest | None
+    """The manifest; None if it cannot be read."""
+    damage: str | None
+    """First fault that manifest and sizes show; None without one."""
+    nbytes: int
+    """Bytes of its files."""
+
+
+@dataclass(frozen=True)
+class Overview:
+    """The content of a folder of checkpoints."""
+
+    path: Path
+    checkpoints: list[Seen]
+    """Checkpoints, oldest first."""
+    left_over: dict[Path, int]
+    """Bytes of other folders by path, one of which ``writer`` may be writing."""
+    writer: str | None
+    """Job that saves here now, in words."""
+
+
+def overview(path: Path) -> Overview:
+    """Return the content of a folder of checkpoints, of a run, or of one checkpoint.
+
+    Raises:
+        DataError: there is no such folder, or it is empty.
+    """
+    if is_checkpoint(path):
+        own = path.absolute()  # the path may be "."
+        step = step_of(own) if is_named(own) else manifest.read(path).step
+        return Overview(path, [look_at(path, step)], {}, None)
+    path = checkpoints_folder(path)
+    writer = holder(path / NAME)  # first: a checkpoint completed meanwhile is not a left-over
+    remains = {folder: size_of(folder) for folder in left_over(path)}
+    final = [folder for folder in sorted(path.iterdir(), reverse=True) if is_final(folder)]
+    named = {step_of(folder): folder for folder in final if folder not in remains}
+    saved = named | find(path)
+    if not (saved or remains or writer):
+        raise DataError("read checkpoints", where=path, expected="checkpoints", got="none")
+    seen = [look_at(saved[step], step) for step in sorted(saved)]
+    present = [checkpoint for checkpoint in seen if os.path.lexists(checkpoint.path)]  # a job may have removed some
+    return Overview(path, present, remains, writer)
+
+
+def look_at(path: Path, step: int) -> Seen:
+    """Examine a checkpoint by its manifest and the sizes of its files."""
+    try:
+        saved = manifest.read(path)
+    except DataError as error:
+        return Seen(step, path, None, f"{manifest.NAME}: {error.got}", size_of(path))
+    return Seen(step, path, saved, next(wrong_sizes(path, saved), None), size_of(path))
+
+
+def wrong_sizes(path: Path, saved: Manifest) -> Iterator[str]:
+    """Yield the files that are missing or have another size than in the manifest."""
+    for file in saved.files:
+        try:
+            nbytes = (path / file.name).stat().st_size
+        except OSError as error:
+            yield f"{file.name}: {error.strerror}"
+            continue
+        if nbytes != file.nbytes:
+            yield f"{file.name}: expected {file.nbytes:,} bytes, got {nbytes:,}"
+
+
+def size_of(path: Path) -> int:
+    """Return the bytes of all files in a folder, which a job may remove meanwhile."""
+    total = 0
+    for within, _, files in os.walk(path):
+        for name in files:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(within, name)).st_size
+    return total
+
+
+def checkpoints_folder(path: Path) -> Path:
+    """Return the folder of checkpoints: ``path``, or the subfolder of a run.
+
+    Raises:
+        DataError: there is no such folder.
+    """
+    if not path.is_dir():
+        got = "a file" if path.exists() else "no such folder"
+        raise DataError("read checkpoints", where=path, expected="a folder of checkpoints, or of a run", got=got)
+    inner = path / RUN_SUBFOLDER
+    return inner if inner.is_dir() and not any(map(is_named, path.iterdir())) else path
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether this is the folder of one checkpoint, maybe a damaged one."""
+    return path.is_dir() and (is_named(path.absolute()) or (path / manifest.NAME).exists())
+
+
+def chosen(path: Path, step: int | None = None, best: str | None = None) -> Path:
+    """Return the folder of one checkpoint.
+
+    Args:
+        path: the folder of the checkpoint, or of checkpoints or a run, in which the newest complete one is chosen.
+        step: the step to choose instead of the newest.
+        best: ``"metric"`` or ``"-metric"``: choose the greatest or smallest value of the metric instead.
+
+    Raises:
+        ConfigError: ``step`` or ``best`` come with the folder of one checkpoint, or both are given.
+        DataError: there is no such checkpoint, or none with that metric.
+    """
+    if is_checkpoint(path):
+        if step is not None or best is not None:
+            option = "--best" if step is None else "--step"
+            raise ConfigError(option, expected="a folder of several checkpoints", got=f"{path}, which is one")
+        return path
+    if step is not None and best is not None:
+        raise ConfigError("--best", expected="none with --step", got=best)
+    inner = checkpoints_folder(path)
+    saved = find(inner)
+    if not saved or (step is not None and step not in saved):
+        expected = "a complete checkpoint" if step is None else f"one of step {listed([*map(str, saved)]) or step}"
+        raise DataError("read checkpoints", where=inner, expected=expected, got="none" if step is None else step)
+    if best is not None:
+        step = best_step("read checkpoints", inner, saved, best)
+    return saved[max(saved) if step is None else step]
+
+
+@contextlib.contextmanager
+def offering_another(path: Path, taken: Path) -> Iterator[None]:
+    """Add another checkpoint as a remedy to errors in this context about the one that `chosen` has ``taken``."""
+    try:
+        yield
+    except DataError as error:
+        if error.remedy is None and path != taken and str(error.where).startswith(str(taken)):
+            saved = find(taken.parent)
+            good = [step for step, folder in saved.items() if look_at(folder, step).damage is None]
+            other = another(good, step_of(taken))
+            error.remedy = None if other is None else f"pass --step {other} for another checkpoint"
+        raise

@@ -1,21 +1,23 @@
-"""Commands on checkpoints in one process: verify, prune, list, show and compare.
+"""Commands on checkpoints in one process: verify, prune, show, compare and export.
 
 - `faults`: a check of every byte of every file against the manifest.
 - `prune`: removal of checkpoints that need not be kept, but never of the last good one.
-- `read_elements`, `read_whole`, `pieces`: elements of tensors from all files, at once or piece by piece.
 - `statistics`: smallest, largest and mean element of a tensor, and numbers of NaN and infinities.
-- `overview`: the checkpoints, left-overs and writer of a folder.
 - `differences`: names, shapes, dtypes, elements and values that differ between two checkpoints.
+- `export`: tensors as files of other programs: NumPy's .npz, and safetensors. `hpcdp.torch.checkpoint_adapters` writes
+  PyTorch's own format. States of single ranks, such as random generators, are left out.
 """
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import difflib
 import itertools
+import json
 import math
 import os
+import shutil
+import zipfile
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +25,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.arrays import BFLOAT16
 from ..core.state import unquoted
-from ..errors import ConfigError, DataError, listed, shortened
+from ..errors import ConfigError, DataError, HpcdpError, listed, shortened
 from . import directory, flatten, manifest
+from .directory import WriterLock
 from .hdf5_file import PADDED, File, ShardReader, Stored, crc32_beside, failing
-from .manifest import Manifest, StoredTensor
+from .manifest import Manifest, StoredTensor, read_elements, read_whole, widened
 
 Tell = Callable[[int], object]
 """A function that is called with numbers of bytes that were processed, for a progress bar."""
@@ -51,7 +53,7 @@ def faults(path: Path, tell: Tell = lambda nbytes: None) -> Iterator[str]:
         return
     if saved.commit_file and not (path / directory.COMMITTED).is_file():
         yield f"{directory.COMMITTED}: No such file, so it is not complete"
-    yield from wrong_sizes(path, saved)
+    yield from directory.wrong_sizes(path, saved)
     parts: dict[str, list[tuple[StoredTensor, Stored]]] = {file.name: [] for file in saved.files}
     for tensor in saved.tensors.values():
         for part in tensor.parts:
@@ -243,7 +245,7 @@ def prune(
         DataError: there are no checkpoints, another job saves here, or no checkpoint that stays is good; nothing is
             changed then. Or a file cannot be removed.
     """
-    if is_checkpoint(path):
+    if directory.is_checkpoint(path):
         raise ConfigError("prune", where=path, expected="a folder of several checkpoints", got="that of one")
     if not (directory.find(path) or directory.left_over(path) or (path / directory.NAME).exists()):
         raise DataError("prune", where=path, expected="checkpoints", got="none")
@@ -265,7 +267,7 @@ def _remove(
         directory.best_step("prune", path, saved, best)
     dropped = directory.dropped(saved, keep, keep_every, directory.worth(saved, best))
     # Folders without a manifest are removed, too, if a good checkpoint stays.
-    left_over = {folder: size_of(folder) for folder in directory.left_over(path, atomic_rename=not saved)}
+    left_over = {folder: directory.size_of(folder) for folder in directory.left_over(path, atomic_rename=not saved)}
     good, damaged = None, dict[int, str]()
     if dropped or left_over:
         for step in sorted(set(saved) - set(dropped), reverse=True):
@@ -278,7 +280,7 @@ def _remove(
             step, fault = next(iter(damaged.items()))
             raise DataError("prune", where=path, expected="a good checkpoint among those that stay",
                             got=f"step {step}, {fault}", remedy=_larger_keep(saved, dropped, tell))  # fmt: skip
-    pruning = Pruning({step: size_of(saved[step]) for step in dropped}, left_over, good, damaged)
+    pruning = Pruning({step: directory.size_of(saved[step]) for step in dropped}, left_over, good, damaged)
     if not dry_run:
         with failing("prune", lambda: path):
             directory.clean(path, atomic_rename=not saved)
@@ -299,30 +301,6 @@ def _larger_keep(saved: Mapping[int, Path], dropped: Sequence[int], tell: Callab
 PIECE_NBYTES = 16 << 20
 
 
-def read_elements(reader: ShardReader, tensor: StoredTensor, first: int, out: np.ndarray) -> None:
-    """Fill ``out``, shape ``(count,)``, of the tensor's stored dtype, with its elements from number ``first`` on.
-
-    Raises:
-        DataError: a file is missing or damaged; the error names file and data set.
-    """
-    last = first + out.size
-    holds_first = bisect.bisect_right(tensor.parts, first, key=lambda part: part.first) - 1
-    for number in range(max(0, holds_first), len(tensor.parts)):
-        part = tensor.parts[number]
-        if part.first >= last:
-            break
-        begin, end = max(first, part.first), min(last, part.first + part.count)
-        if begin < end:
-            reader.read(part, begin - part.first, out[begin - first : end - first])
-
-
-def read_whole(reader: ShardReader, tensor: StoredTensor) -> np.ndarray:
-    """Return a new array of a tensor's shape and stored dtype; raises as `read_elements`."""
-    array = np.empty(tensor.shape, tensor.stored_dtype)
-    read_elements(reader, tensor, 0, array.reshape(-1))
-    return array
-
-
 def pieces(reader: ShardReader, tensor: StoredTensor) -> Iterator[np.ndarray]:
     """Yield all elements in C order, at most `PIECE_NBYTES` at once, in a buffer that the next piece overwrites.
 
@@ -334,11 +312,6 @@ def pieces(reader: ShardReader, tensor: StoredTensor) -> Iterator[np.ndarray]:
         piece = buffer[: min(buffer.size, tensor.count - first)]
         read_elements(reader, tensor, first, piece)
         yield piece
-
-
-def widened(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Return elements as numbers of NumPy: bfloat16, whose bits are uint16, becomes float32, which is exact."""
-    return (values.astype(np.uint32) << 16).view(np.float32) if dtype == BFLOAT16 else values
 
 
 def no_such_name(operation: str, form: flatten.Form, name: str, where: str | None = None) -> ConfigError:
@@ -404,152 +377,6 @@ def statistics(
     if of.count:
         of.deviation = (spread / of.count) ** 0.5
     return of
-
-
-RUN_SUBFOLDER = "checkpoints"
-"""Name of the folder of checkpoints in the folder of a run."""
-
-
-@dataclass(frozen=True)
-class Seen:
-    """A checkpoint by its manifest and the sizes of its files."""
-
-    step: int
-    path: Path
-    manifest: Manifest | None
-    """The manifest; None if it cannot be read."""
-    damage: str | None
-    """First fault that manifest and sizes show; None without one."""
-    nbytes: int
-    """Bytes of its files."""
-
-
-@dataclass(frozen=True)
-class Overview:
-    """The content of a folder of checkpoints."""
-
-    path: Path
-    checkpoints: list[Seen]
-    """Checkpoints, oldest first."""
-    left_over: dict[Path, int]
-    """Bytes of other folders by path, one of which ``writer`` may be writing."""
-    writer: str | None
-    """Job that saves here now, in words."""
-
-
-def overview(path: Path) -> Overview:
-    """Return the content of a folder of checkpoints, of a run, or of one checkpoint.
-
-    Raises:
-        DataError: there is no such folder, or it is empty.
-    """
-    if is_checkpoint(path):
-        own = path.absolute()  # the path may be "."
-        step = directory.step_of(own) if directory.is_named(own) else manifest.read(path).step
-        return Overview(path, [look_at(path, step)], {}, None)
-    path = checkpoints_folder(path)
-    writer = directory.holder(path / directory.NAME)  # first: a checkpoint completed meanwhile is not a left-over
-    left_over = {folder: size_of(folder) for folder in directory.left_over(path)}
-    final = [folder for folder in sorted(path.iterdir(), reverse=True) if directory.is_final(folder)]
-    named = {directory.step_of(folder): folder for folder in final if folder not in left_over}
-    saved = named | directory.find(path)
-    if not (saved or left_over or writer):
-        raise DataError("read checkpoints", where=path, expected="checkpoints", got="none")
-    seen = [look_at(saved[step], step) for step in sorted(saved)]
-    present = [checkpoint for checkpoint in seen if os.path.lexists(checkpoint.path)]  # a job may have removed some
-    return Overview(path, present, left_over, writer)
-
-
-def look_at(path: Path, step: int) -> Seen:
-    """Examine a checkpoint by its manifest and the sizes of its files."""
-    try:
-        saved = manifest.read(path)
-    except DataError as error:
-        return Seen(step, path, None, f"{manifest.NAME}: {error.got}", size_of(path))
-    return Seen(step, path, saved, next(wrong_sizes(path, saved), None), size_of(path))
-
-
-def wrong_sizes(path: Path, saved: Manifest) -> Iterator[str]:
-    """Yield the files that are missing or have another size than in the manifest."""
-    for file in saved.files:
-        try:
-            nbytes = (path / file.name).stat().st_size
-        except OSError as error:
-            yield f"{file.name}: {error.strerror}"
-            continue
-        if nbytes != file.nbytes:
-            yield f"{file.name}: expected {file.nbytes:,} bytes, got {nbytes:,}"
-
-
-def size_of(path: Path) -> int:
-    """Return the bytes of all files in a folder, which a job may remove meanwhile."""
-    total = 0
-    for within, _, files in os.walk(path):
-        for name in files:
-            with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(within, name)).st_size
-    return total
-
-
-def checkpoints_folder(path: Path) -> Path:
-    """Return the folder of checkpoints: ``path``, or the subfolder of a run.
-
-    Raises:
-        DataError: there is no such folder.
-    """
-    if not path.is_dir():
-        got = "a file" if path.exists() else "no such folder"
-        raise DataError("read checkpoints", where=path, expected="a folder of checkpoints, or of a run", got=got)
-    inner = path / RUN_SUBFOLDER
-    return inner if inner.is_dir() and not any(map(directory.is_named, path.iterdir())) else path
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Return whether this is the folder of one checkpoint, maybe a damaged one."""
-    return path.is_dir() and (directory.is_named(path.absolute()) or (path / manifest.NAME).exists())
-
-
-def chosen(path: Path, step: int | None = None, best: str | None = None) -> Path:
-    """Return the folder of one checkpoint.
-
-    Args:
-        path: the folder of the checkpoint, or of checkpoints or a run, in which the newest complete one is chosen.
-        step: the step to choose instead of the newest.
-        best: ``"metric"`` or ``"-metric"``: choose the greatest or smallest value of the metric instead.
-
-    Raises:
-        ConfigError: ``step`` or ``best`` come with the folder of one checkpoint, or both are given.
-        DataError: there is no such checkpoint, or none with that metric.
-    """
-    if is_checkpoint(path):
-        if step is not None or best is not None:
-            option = "--best" if step is None else "--step"
-            raise ConfigError(option, expected="a folder of several checkpoints", got=f"{path}, which is one")
-        return path
-    if step is not None and best is not None:
-        raise ConfigError("--best", expected="none with --step", got=best)
-    inner = checkpoints_folder(path)
-    saved = directory.find(inner)
-    if not saved or (step is not None and step not in saved):
-        expected = "a complete checkpoint" if step is None else f"one of step {listed([*map(str, saved)]) or step}"
-        raise DataError("read checkpoints", where=inner, expected=expected, got="none" if step is None else step)
-    if best is not None:
-        step = directory.best_step("read checkpoints", inner, saved, best)
-    return saved[max(saved) if step is None else step]
-
-
-@contextlib.contextmanager
-def offering_another(path: Path, taken: Path) -> Iterator[None]:
-    """Add another checkpoint as a remedy to errors in this context about the one that `chosen` has ``taken``."""
-    try:
-        yield
-    except DataError as error:
-        if error.remedy is None and path != taken and str(error.where).startswith(str(taken)):
-            saved = directory.find(taken.parent)
-            good = [step for step, folder in saved.items() if look_at(folder, step).damage is None]
-            other = directory.another(good, directory.step_of(taken))
-            error.remedy = None if other is None else f"pass --step {other} for another checkpoint"
-        raise
 
 
 _MOST_VALUES = 8
@@ -703,3 +530,206 @@ def _bits_differ(x: np.ndarray, y: np.ndarray) -> np.ndarray:
         return (x != y) & ~(np.isnan(x) & np.isnan(y))
     bits = [values.view(np.uint8).reshape(values.size, values.itemsize) for values in (x, y)]
     return np.any(bits[0] != bits[1], axis=1)
+
+
+Writer = Callable[["Chosen", Path, Tell], None]
+"""A function that writes the chosen tensors to a new file."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The part of a checkpoint to export."""
+
+    folder: Path
+    step: int
+    form: flatten.Form
+    """Form of the state, without entries per rank."""
+    tensors: dict[str, StoredTensor]
+    """Tensors by their names in the export."""
+    manifest: Manifest
+    others: list[str]
+    """Names of entries that are not tensors."""
+    per_rank: list[str]
+    """Names of entries per rank, which are left out."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def choose_tensors(folder: Path, prefix: str = "") -> Chosen:
+    """Choose the tensors to export from the checkpoint in a folder.
+
+    Args:
+        folder: the folder of the checkpoint.
+        prefix: export only entries below this name, which is removed from their names; "" exports all.
+
+    Raises:
+        ConfigError: there is no such name.
+        DataError: the manifest is damaged.
+    """
+    saved = manifest.read(folder)
+    prefix = prefix.strip("/")
+    form = saved.state if not prefix else flatten.below(saved.state, prefix)
+    if form is None:
+        raise no_such_name("export", saved.state, prefix, where="--name")
+    per_rank = [name for name, node in flatten.leaves(form, prefix) if isinstance(node, dict) and "ranks" in node]
+    form = flatten.without_ranks(form)
+    tensors: dict[str, StoredTensor] = {}
+    others = []
+    for name, node in flatten.leaves(form):
+        if isinstance(node, dict) and "tensor" in node:
+            new = unquoted(name or prefix.rpartition("/")[2] or "state")
+            if new in tensors:
+                raise ConfigError("export", expected="names that differ", got=f"{new!r} twice")
+            tensors[new] = saved.tensors[node["tensor"]]
+        else:
+            others.append(name)
+    if not tensors:
+        raise ConfigError("export", where=f"--name {prefix}" if prefix else folder, expected="tensors", got="none")
+    return Chosen(folder, saved.step, form, tensors, saved, others, per_rank)
+
+
+def export(
+    chosen: Chosen, path: Path, writer: Writer, overwrite: bool = False, tell: Tell = lambda nbytes: None
+) -> int:
+    """Write a temporary file, rename it to ``path`` when it is complete, and return its bytes.
+
+    Raises:
+        ConfigError: the file exists, and not ``overwrite``; it would be in a checkpoint; its format does not support
+            a name or dtype.
+        DataError: a file cannot be read or written, or another export writes this one; an old file is unchanged.
+    """
+    if path.is_symlink():  # replace the link's target
+        path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():  # a device, too, which the rename would replace
+        got = "a folder" if path.is_dir() else "something that is not a regular file"
+        raise ConfigError("export", where=path, expected="a new file", got=got)
+    if path.exists() and not overwrite:
+        raise _exists(path)
+    if directory.is_checkpoint(path.absolute().parent):
+        raise ConfigError("export", where=path, expected="a path outside of checkpoints", got="a path in one")
+    try:
+        with _folder_beside(path) as own:
+            if path.exists() and not overwrite:  # made meanwhile
+                raise _exists(path)
+            partial = own / path.name
+            with open(partial, "wb") as file:
+                mode = os.fstat(file.fileno()).st_mode
+            writer(chosen, partial, tell)
+            with open(partial, "rb") as file:
+                os.fchmod(file.fileno(), mode)  # that of the umask, which some writers ignore
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+    except HpcdpError:
+        raise
+    except (OSError, RuntimeError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise DataError("export", where=path, expected="a file that can be written", got=why) from error
+    return path.stat().st_size
+
+
+def _exists(path: Path) -> ConfigError:
+    return ConfigError("export", where=path, expected="a new file", got="a file that exists",
+                       remedy="pass --overwrite to replace it")  # fmt: skip
+
+
+@contextlib.contextmanager
+def _folder_beside(path: Path) -> Iterator[Path]:
+    """Make and lock a temporary folder beside ``path``, and remove it at the end.
+
+    Files of a killed export are removed.
+
+    Raises:
+        DataError: another export holds the lock, and is named; or a file has the folder's name.
+    """
+    folder = path.with_name(path.name + ".part")
+    if folder.exists() and not folder.is_dir():
+        raise DataError("export", where=folder, expected="a folder, or nothing", got="a file", remedy="move it away")
+    folder.mkdir(exist_ok=True)
+    own = WriterLock(folder, "export")
+    try:
+        for left in folder.iterdir():
+            if left.name != directory.NAME:
+                left.unlink()
+        own.require_held()
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        own.release()
+
+
+def write_npz(chosen: Chosen, path: Path, tell: Tell) -> None:
+    """Write a file as NumPy's `savez`, piece by piece, with bfloat16 as float32, because NumPy does not have it.
+
+    Raises:
+        ConfigError: a name has a NUL, which an archive's names cannot.
+    """
+    odd = next((name for name in chosen.tensors if "\0" in name), None)
+    if odd is not None:
+        raise ConfigError("export", where=repr(odd), expected="names without NUL, for an archive", got="one with it",
+                          remedy="pass --format safetensors or --format pt")  # fmt: skip
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive, ShardReader(chosen.folder, "export") as reader:
+        for name, tensor in chosen.tensors.items():
+            dtype = widened(np.empty(0, tensor.stored_dtype), tensor.dtype).dtype
+            header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": tensor.shape}
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                np.lib.format.write_array_header_1_0(file, header)
+                for piece in pieces(reader, tensor):
+                    file.write(widened(piece, tensor.dtype).view(np.uint8).data)
+                    tell(piece.nbytes)
+
+
+_SAFETENSORS_DTYPES = {
+    "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "bfloat16", "float32",
+    "float64", "complex64",
+}  # fmt: skip
+
+_SAFETENSORS_OWN = "__metadata__"
+
+
+def write_safetensors(chosen: Chosen, path: Path, tell: Tell) -> None:
+    """Write a file by the package safetensors, for which all elements must fit in memory.
+
+    Raises:
+        ConfigError: the package is missing, or the format does not support a dtype or name.
+        OSError: the file cannot be written.
+    """
+    try:
+        import safetensors
+    except ImportError as error:
+        raise ConfigError(
+            "export", expected="the package safetensors", got=f"{error}", remedy="pip install 'hpcdp[safetensors]'"
+        ) from error
+    odd = next((name for name, tensor in chosen.tensors.items() if tensor.dtype not in _SAFETENSORS_DTYPES), None)
+    if odd is not None:
+        raise ConfigError("export", where=odd, expected="a dtype that safetensors supports",
+                          got=chosen.tensors[odd].dtype, remedy="pass --format npz")  # fmt: skip
+    if _SAFETENSORS_OWN in chosen.tensors:
+        raise ConfigError("export", where=_SAFETENSORS_OWN, expected="names that safetensors does not reserve",
+                          got="that of its metadata", remedy="pass --format npz or --format pt")  # fmt: skip
+    arrays = dict(read_tensors(chosen.folder, chosen.tensors, tell))
+    specs = {name: safetensors.TensorSpec(dtype=chosen.tensors[name].dtype, shape=list(array.shape),
+                                          data_ptr=array.ctypes.data, data_len=array.nbytes)
+             for name, array in arrays.items()}  # fmt: skip
+    try:
+        safetensors.serialize_file(specs, path, {"format": "pt", "step": json.dumps(chosen.step)})
+    except safetensors.SafetensorError as error:
+        raise OSError(str(error)) from error  # `export` reports it with the final path
+
+
+def read_tensors(folder: Path, tensors: Mapping[str, StoredTensor], tell: Tell) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield each tensor's name and a new array of its stored dtype.
+
+    Raises:
+        DataError: a file is missing or damaged.
+    """
+    with ShardReader(folder, "export") as reader:
+        for name, tensor in tensors.items():
+            yield name, read_whole(reader, tensor)
+            tell(tensor.nbytes)
+
+
+WRITERS: dict[str, Writer] = {"npz": write_npz, "safetensors": write_safetensors}
+"""Writers by format."""

@@ -27,8 +27,7 @@ from . import directory, flatten
 from . import manifest as checkpoint_manifest
 from .flatten import MAKERS, TOLD, Form, as_array, check_parts, plain, quoted, raised, refused, stateful_of
 from .hdf5_file import ShardReader, failing
-from .inspect import read_elements, widened
-from .manifest import Manifest, StoredTensor
+from .manifest import Manifest, StoredTensor, read_elements, widened
 
 
 def new_names(form: Form, rename: Mapping[str, str] | Callable[[str], str] | None) -> dict[str, str]:

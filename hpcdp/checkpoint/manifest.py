@@ -2,10 +2,13 @@
 
 The manifest is a JSON file that lists the content of the other files, and is written after them. The index shows all
 tensors whole. HDF5's hyperslabs are boxes, so a run of elements that begins or ends within a row becomes several boxes.
+
+`read_elements` reads a tensor's elements from all its files.
 """
 
 from __future__ import annotations
 
+import bisect
 import json
 import math
 import os
@@ -24,7 +27,7 @@ from isal.isal_zlib import crc32
 from ..core.arrays import BFLOAT16
 from ..errors import DataError
 from . import flatten
-from .hdf5_file import BLOCK_NBYTES, File, Stored, failing, link_settings, mark_dtype, type_of
+from .hdf5_file import BLOCK_NBYTES, File, ShardReader, Stored, failing, link_settings, mark_dtype, type_of
 
 NAME = "manifest.json"
 FORMAT, VERSION = "hpcdp checkpoint", 1
@@ -404,3 +407,32 @@ def _virtual(file: Any, name: str, tensor: StoredTensor, links: Any) -> Any:
             how.set_virtual(whole, where, dataset, source)
             at += math.prod(sizes)
     return h5d.create(file.id, name.encode(), type_of(tensor.stored_dtype.str), space, dcpl=how, lcpl=links)
+
+
+def read_elements(reader: ShardReader, tensor: StoredTensor, first: int, out: np.ndarray) -> None:
+    """Fill ``out``, shape ``(count,)``, of the tensor's stored dtype, with its elements from number ``first`` on.
+
+    Raises:
+        DataError: a file is missing or damaged; the error names file and data set.
+    """
+    last = first + out.size
+    holds_first = bisect.bisect_right(tensor.parts, first, key=lambda part: part.first) - 1
+    for number in range(max(0, holds_first), len(tensor.parts)):
+        part = tensor.parts[number]
+        if part.first >= last:
+            break
+        begin, end = max(first, part.first), min(last, part.first + part.count)
+        if begin < end:
+            reader.read(part, begin - part.first, out[begin - first : end - first])
+
+
+def read_whole(reader: ShardReader, tensor: StoredTensor) -> np.ndarray:
+    """Return a new array of a tensor's shape and stored dtype; raises as `read_elements`."""
+    array = np.empty(tensor.shape, tensor.stored_dtype)
+    read_elements(reader, tensor, 0, array.reshape(-1))
+    return array
+
+
+def widened(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Return elements as numbers of NumPy: bfloat16, whose bits are uint16, becomes float32, which is exact."""
+    return (values.astype(np.uint32) << 16).view(np.float32) if dtype == BFLOAT16 else values

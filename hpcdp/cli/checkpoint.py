@@ -16,7 +16,7 @@ from ..errors import ConfigError, DataError, printable
 from ..launch.parser import Parser, add_command, at_least
 
 if TYPE_CHECKING:
-    from ..checkpoint.export import Writer
+    from ..checkpoint.inspect import Writer
 
 _EPILOG = """\
 PATH is a checkpoint (step-0000000100), a folder of checkpoints, or a run
@@ -124,7 +124,7 @@ def _say(*lines: str) -> None:
 
 
 def _ls(given: argparse.Namespace) -> int:
-    from ..checkpoint.inspect import overview
+    from ..checkpoint.directory import overview
     from . import format
 
     folder = overview(given.path)
@@ -133,11 +133,11 @@ def _ls(given: argparse.Namespace) -> int:
 
 
 def _show(given: argparse.Namespace) -> int:
-    from ..checkpoint import inspect, manifest
+    from ..checkpoint import directory, inspect, manifest
     from . import format
 
-    path, name = inspect.chosen(given.path, given.step), given.name.strip("/")
-    with inspect.offering_another(given.path, path):
+    path, name = directory.chosen(given.path, given.step), given.name.strip("/")
+    with directory.offering_another(given.path, path):
         contents = manifest.read(path)
         tensor = format.tensor_called(contents, name) if name else None
         if tensor is None:
@@ -156,15 +156,15 @@ def _verify(given: argparse.Namespace) -> int:
 
     paths: list[Path] = []
     for path in given.paths:
-        is_one = inspect.is_checkpoint(path)
-        checkpoints = [path] if is_one else [seen.path for seen in inspect.overview(path).checkpoints]
+        is_one = directory.is_checkpoint(path)
+        checkpoints = [path] if is_one else [seen.path for seen in directory.overview(path).checkpoints]
         if not checkpoints:
             raise DataError("verify", where=path, expected="checkpoints", got="none")
         paths += checkpoints
     good: list[Path] = []
     num_removed = 0
     for path in paths:
-        nbytes, began_s = inspect.size_of(path), time.monotonic()
+        nbytes, began_s = directory.size_of(path), time.monotonic()
         with format.BytesBar(path.name, nbytes) as bar:
             faults = list(inspect.faults(path, bar.tell))
         took_s = time.monotonic() - began_s
@@ -182,10 +182,10 @@ def _verify(given: argparse.Namespace) -> int:
 
 
 def _diff(given: argparse.Namespace) -> int:
-    from ..checkpoint import inspect, manifest
+    from ..checkpoint import directory, inspect, manifest
     from . import format
 
-    a, b = inspect.chosen(given.a), inspect.chosen(given.b)
+    a, b = directory.chosen(given.a), directory.chosen(given.b)
     contents = manifest.read(a)
     _say(f"A  {a}", f"B  {b}")
     with format.BytesBar("compared", contents.nbytes) as bar:
@@ -198,20 +198,20 @@ def _diff(given: argparse.Namespace) -> int:
 
 
 def _export(given: argparse.Namespace) -> int:
-    from ..checkpoint import export, inspect
+    from ..checkpoint import directory, inspect
     from . import format
 
     kind = given.format or _SUFFIXES.get(given.out.suffix)
     if kind is None:
         raise ConfigError("export", where=given.out, expected=f"a name that ends in {', '.join(_SUFFIXES)}",
                           got=given.out.suffix or "no suffix", remedy="rename it, or use --format")  # fmt: skip
-    check_name("format", kind, [*export.WRITERS, "pt"])
-    path = inspect.chosen(given.path, given.step, given.best)
-    with inspect.offering_another(given.path, path):
-        chosen = export.choose(path, given.name)
-        writer = _torch_writer() if kind == "pt" else export.WRITERS[kind]
+    check_name("format", kind, [*inspect.WRITERS, "pt"])
+    path = directory.chosen(given.path, given.step, given.best)
+    with directory.offering_another(given.path, path):
+        chosen = inspect.choose_tensors(path, given.name)
+        writer = _torch_writer() if kind == "pt" else inspect.WRITERS[kind]
         with format.BytesBar(given.out.name, chosen.nbytes) as bar:
-            nbytes = export.write(chosen, given.out, writer, given.overwrite, bar.tell)
+            nbytes = inspect.export(chosen, given.out, writer, given.overwrite, bar.tell)
     line = f"{given.out}: {format.counted(len(chosen.tensors), 'tensor')} of step {chosen.step}, {format.size(nbytes)}"
     left_out = [] if kind == "pt" or not chosen.others else [format.counted(len(chosen.others), "value")]
     if chosen.per_rank:
@@ -227,11 +227,11 @@ def _torch_writer() -> Writer:
 
 
 def _prune(given: argparse.Namespace) -> int:
-    from ..checkpoint import inspect
+    from ..checkpoint import directory, inspect
     from . import format
 
-    path = inspect.checkpoints_folder(given.path)
-    with format.BytesBar("verify what stays", inspect.size_of(path)) as bar:
+    path = directory.checkpoints_folder(given.path)
+    with format.BytesBar("verify what stays", directory.size_of(path)) as bar:
         done = inspect.prune(path, given.keep, given.keep_every, given.best, given.dry_run, bar.tell)
     for step, fault in done.damaged.items():
         _say(f"step {step} stays, but is damaged: {fault}")

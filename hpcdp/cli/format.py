@@ -13,7 +13,8 @@ from types import TracebackType
 from typing import Any
 
 from ..checkpoint import flatten, inspect
-from ..checkpoint.inspect import Overview, Seen, TensorStatistics
+from ..checkpoint.directory import Overview, Seen
+from ..checkpoint.inspect import TensorStatistics
 from ..checkpoint.manifest import Manifest, StoredTensor
 from ..core.environment import terminal_columns
 from ..errors import printable, shortened, to_stderr

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from ..checkpoint import flatten
-from ..checkpoint.export import Chosen, Tell, read
 from ..checkpoint.flatten import (
     MAKERS,
     STATISTICS,
@@ -34,6 +33,7 @@ from ..checkpoint.flatten import (
     of_ranks,
     overlaps,
 )
+from ..checkpoint.inspect import Chosen, Tell, read_tensors
 from ..comm import World
 from ..core.arrays import BFLOAT16, bits, of_bits
 from ..core.state import Saved, Stateful, unquoted
@@ -343,7 +343,7 @@ def write(chosen: Chosen, path: Path, tell: Tell) -> None:
     Args:
         chosen: the checkpoint, or a part of it.
         path: the file.
-        tell: see `hpcdp.checkpoint.export.read`.
+        tell: see `hpcdp.checkpoint.inspect.read_tensors`.
 
     Raises:
         ConfigError: PyTorch does not have a saved dtype.
@@ -354,7 +354,7 @@ def write(chosen: Chosen, path: Path, tell: Tell) -> None:
     saved = {name: chosen.manifest.tensors[name] for name in wanted}
     for name, entry in saved.items():
         _made(name, np.empty(0, entry.stored_dtype), entry.dtype)  # raise before gigabytes are read
-    arrays = dict(read(chosen.folder, saved, tell))
+    arrays = dict(read_tensors(chosen.folder, saved, tell))
     state = flatten.built(chosen.form, lambda name: _made(name, arrays[name], saved[name].dtype))
     try:
         with open(path, "wb") as file:

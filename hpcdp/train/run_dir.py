@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from ..checkpoint import directory, flatten
-from ..checkpoint.inspect import look_at
+from ..checkpoint.directory import look_at
 from ..comm import World
 from ..comm.consistency import on_rank_0
 from ..core.environment import explained

@@ -181,7 +181,7 @@ def test_a_checkpoint_in_the_folder_of_another_step(run):
     copy = directory.path_of(run, NEWER + 1)
     shutil.copytree(directory.path_of(run, OLDER), copy)
     what = f"step {OLDER} in a folder of step {NEWER + 1}"
-    assert inspect.overview(run).checkpoints[-1].damage == f"{MANIFEST}: {what}"
+    assert directory.overview(run).checkpoints[-1].damage == f"{MANIFEST}: {what}"
     assert list(inspect.faults(copy)) == [f"{MANIFEST}: {what}"]
     with pytest.warns(UserWarning, match=rf"{MANIFEST}\]: got {what}: taking step {NEWER} instead"):
         thread_comm.run(2, lambda world: samples.check(Manager(run, world).restore().state, NEWER, world.rank, 2, 2))

@@ -16,7 +16,7 @@ import pytest
 from saved import flip, save
 
 from hpcdp import cli
-from hpcdp.checkpoint import Manager, inspect, manifest
+from hpcdp.checkpoint import Manager, directory, inspect, manifest
 from hpcdp.checkpoint.directory import WriterLock
 from hpcdp.comm import thread_comm
 
@@ -283,14 +283,14 @@ def test_verify(run, saved, folder):
 
 @pytest.mark.parametrize("place", ["look_at", "size_of"])
 def test_ls_leaves_out_what_a_job_removes_meanwhile(place, run, folder, monkeypatch):
-    remove_before(monkeypatch, inspect, place, folder / "step-0000000100")
+    remove_before(monkeypatch, directory, place, folder / "step-0000000100")
     status, out, error = run("ls", folder)
     assert (status, error) == (0, "")
     assert [line.split()[0] for line in out.splitlines()] == ["step", "200", "300"]
 
 
 @pytest.mark.parametrize(
-    "place", [(inspect, "size_of"), (inspect, "faults"), (manifest, "read"), (inspect, "_index_faults")]
+    "place", [(directory, "size_of"), (inspect, "faults"), (manifest, "read"), (inspect, "_index_faults")]
 )
 def test_verify_takes_what_a_job_removes_meanwhile_for_no_fault(place, run, folder, monkeypatch):
     """Not of that checkpoint alone: `overview`, too, reads manifests."""

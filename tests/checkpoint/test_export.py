@@ -11,8 +11,8 @@ from raises import raises
 from saved import Bfloat16, arrays, flip, save
 
 from hpcdp import cli
-from hpcdp.checkpoint import PerRank, export, manifest
-from hpcdp.checkpoint.export import WRITERS, choose, write
+from hpcdp.checkpoint import PerRank, inspect, manifest
+from hpcdp.checkpoint.inspect import WRITERS, choose_tensors, export
 from hpcdp.errors import ConfigError, DataError
 
 
@@ -34,7 +34,7 @@ def torch_writer():
 
 def test_numpy_reads_an_npz(path, tmp_path):
     told = []
-    nbytes = write(choose(path), tmp_path / "all.npz", WRITERS["npz"], tell=told.append)
+    nbytes = export(choose_tensors(path), tmp_path / "all.npz", WRITERS["npz"], tell=told.append)
     assert nbytes == (tmp_path / "all.npz").stat().st_size
     with np.load(tmp_path / "all.npz", allow_pickle=False) as file:
         assert set(file.files) == {f"net/{name}" for name in arrays()}
@@ -49,7 +49,7 @@ def test_numpy_reads_an_npz(path, tmp_path):
 
 def test_safetensors_reads_a_safetensors_file(path, tmp_path):
     safe_numpy = pytest.importorskip("safetensors.numpy", reason="safetensors is not installed")
-    write(choose(path, "net"), tmp_path / "net.safetensors", WRITERS["safetensors"])
+    export(choose_tensors(path, "net"), tmp_path / "net.safetensors", WRITERS["safetensors"])
     with safe_numpy.safe_open(tmp_path / "net.safetensors", "np") as file:
         assert set(file.keys()) == set(arrays())
         assert file.metadata() == {"format": "pt", "step": "100"}
@@ -61,14 +61,14 @@ def test_safetensors_reads_a_safetensors_file(path, tmp_path):
 
 def test_pytorch_reads_the_bfloat16_of_safetensors(path, tmp_path, torch):
     safe_torch = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
-    write(choose(path, "net"), tmp_path / "net.safetensors", WRITERS["safetensors"])
+    export(choose_tensors(path, "net"), tmp_path / "net.safetensors", WRITERS["safetensors"])
     brain = safe_torch.load_file(tmp_path / "net.safetensors")["brain"]
     assert brain.dtype == torch.bfloat16
     assert brain.tolist() == [[1.0, -2.0], [3.0, 0.15625]]
 
 
 def test_pytorch_reads_a_pt_file_nested_as_it_was_saved(path, tmp_path, torch):
-    write(choose(path), tmp_path / "all.pt", torch_writer())
+    export(choose_tensors(path), tmp_path / "all.pt", torch_writer())
     state = torch.load(tmp_path / "all.pt", weights_only=True)
     assert set(state) == {"net", "optimizer"}
     assert state["optimizer"].pop("loss") != 0
@@ -96,7 +96,7 @@ def test_a_part_is_the_state_dict_of_a_module_and_of_its_optimizer(tmp_path, tor
     (path,) = save(tmp_path / "saved", ranks=1, state=lambda step, world: {"net": module, "optimizer": optimizer})
     other, its = parts()
     for name, into in (("net", other), ("optimizer", its)):
-        write(choose(path, name), tmp_path / f"{name}.pt", torch_writer())
+        export(choose_tensors(path, name), tmp_path / f"{name}.pt", torch_writer())
         into.load_state_dict(torch.load(tmp_path / f"{name}.pt", weights_only=True))
     assert all(
         torch.equal(a, b) for a, b in zip(module.state_dict().values(), other.state_dict().values(), strict=True)
@@ -111,26 +111,26 @@ def test_names(tmp_path):
     x = np.ones(2)
     state = {"net": {"a/b": x, "": x, "per%": x, "c": {"d": x, 1: x}, "rng": PerRank(x)}, "netto": x, "n": 1}
     (path,) = save(tmp_path, state=lambda step, world: state)
-    assert set(choose(path, "net").tensors) == {"a/b", "", "per%", "c/d", "c/1"}
-    assert choose(path, "net").per_rank == ["net/rng"]
-    assert set(choose(path, "net/c/").tensors) == {"d", "1"}
-    assert set(choose(path, "net/c/d").tensors) == {"d"}
-    assert choose(path).others == ["n"]
+    assert set(choose_tensors(path, "net").tensors) == {"a/b", "", "per%", "c/d", "c/1"}
+    assert choose_tensors(path, "net").per_rank == ["net/rng"]
+    assert set(choose_tensors(path, "net/c/").tensors) == {"d", "1"}
+    assert set(choose_tensors(path, "net/c/d").tensors) == {"d"}
+    assert choose_tensors(path).others == ["n"]
     with raises(ConfigError, operation="export", where="--name", got="ne"):
-        choose(path, "ne")
+        choose_tensors(path, "ne")
     with raises(ConfigError, operation="export", where="--name n", expected="tensors"):
-        choose(path, "n")
+        choose_tensors(path, "n")
 
 
 def test_what_is_there_stays(path, tmp_path):
     out = tmp_path / "x.npz"
     out.write_text("mine")
     with raises(ConfigError, operation="export", where=out, remedy="--overwrite"):
-        write(choose(path), out, WRITERS["npz"])
+        export(choose_tensors(path), out, WRITERS["npz"])
     with raises(ConfigError, operation="export", where=tmp_path):
-        write(choose(path), tmp_path, WRITERS["npz"], overwrite=True)
+        export(choose_tensors(path), tmp_path, WRITERS["npz"], overwrite=True)
     assert out.read_text() == "mine"
-    write(choose(path), out, WRITERS["npz"], overwrite=True)
+    export(choose_tensors(path), out, WRITERS["npz"], overwrite=True)
     assert len(np.load(out).files) == len(arrays())
 
 
@@ -141,13 +141,13 @@ def test_of_a_link_what_it_leads_to_is_replaced(is_there, path, tmp_path):
     link.symlink_to("large/x.npz")
     if is_there:
         target.write_text("old")
-    write(choose(path), link, WRITERS["npz"], overwrite=is_there)
+    export(choose_tensors(path), link, WRITERS["npz"], overwrite=is_there)
     assert link.is_symlink() and len(np.load(target).files) == len(arrays())
     assert sorted(each.name for each in tmp_path.iterdir()) == ["large", "x.npz"]
     inside = tmp_path / "inside.npz"
     inside.symlink_to(path / "x.npz")
     with raises(ConfigError, operation="export", where=path / "x.npz"):
-        write(choose(path), inside, WRITERS["npz"])
+        export(choose_tensors(path), inside, WRITERS["npz"])
 
 
 @pytest.mark.parametrize("kind", [*WRITERS, "pt"])
@@ -156,7 +156,7 @@ def test_others_may_read_what_the_umask_lets_them(kind, path, tmp_path):
         pytest.importorskip({"pt": "torch"}.get(kind, kind), reason="not installed")
     before = os.umask(0o027)
     try:
-        write(choose(path), tmp_path / "out", torch_writer() if kind == "pt" else WRITERS[kind])
+        export(choose_tensors(path), tmp_path / "out", torch_writer() if kind == "pt" else WRITERS[kind])
     finally:
         os.umask(before)
     assert (tmp_path / "out").stat().st_mode & 0o777 == 0o640
@@ -166,14 +166,14 @@ def test_nothing_is_written_into_a_checkpoint(tmp_path):
     (path,) = save(tmp_path / "saved", ranks=1)
     before = sorted(path.iterdir())
     with raises(ConfigError, operation="export", where=path / "x.npz"):
-        write(choose(path), path / "x.npz", WRITERS["npz"])
+        export(choose_tensors(path), path / "x.npz", WRITERS["npz"])
     assert sorted(path.iterdir()) == before
 
 
 def test_a_name_that_an_archive_would_cut(tmp_path):
     (path,) = save(tmp_path, ranks=1, state=lambda step, world: {"a": np.ones(2), "a\0b": np.zeros(2)})
     with raises(ConfigError, operation="export", where="'a\\x00b'", expected="NUL"):
-        write(choose(path), tmp_path / "x.npz", WRITERS["npz"])
+        export(choose_tensors(path), tmp_path / "x.npz", WRITERS["npz"])
     assert not (tmp_path / "x.npz").exists()
 
 
@@ -187,7 +187,7 @@ def test_a_damaged_checkpoint_is_not_exported(kind, tmp_path):
     out = tmp_path / "out"
     out.write_text("mine")
     with raises(DataError, operation="export", where=f"{path}/shard-00000.h5, net/weight"):
-        write(choose(path), out, torch_writer() if kind == "pt" else WRITERS[kind], overwrite=True)
+        export(choose_tensors(path), out, torch_writer() if kind == "pt" else WRITERS[kind], overwrite=True)
     assert out.read_text() == "mine"
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "saved"]
 
@@ -199,21 +199,22 @@ def test_a_full_disk_is_one_line(kind, limit, path, tmp_path):
         pytest.importorskip({"pt": "torch"}.get(kind, kind), reason="not installed")
     out = tmp_path / "out"
     with files_of_at_most(limit), raises(DataError, operation="export", where=out) as caught:
-        write(choose(path), out, torch_writer() if kind == "pt" else WRITERS[kind])
+        export(choose_tensors(path), out, torch_writer() if kind == "pt" else WRITERS[kind])
     assert "File too large" in str(caught.value.got) and "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
 
 
 def test_what_a_killed_export_has_left_is_taken_over(path, tmp_path):
     code = (
-        "import os, signal, pathlib; from hpcdp.checkpoint.export import WRITERS, choose, write\n"
+        "import os, signal, pathlib; from hpcdp.checkpoint.inspect import WRITERS, choose_tensors, export\n"
         "os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
-        f"write(choose(pathlib.Path({str(path)!r})), pathlib.Path({str(tmp_path / 'out')!r}), WRITERS['npz'])\n"
+        f"tensors = choose_tensors(pathlib.Path({str(path)!r}))\n"
+        f"export(tensors, pathlib.Path({str(tmp_path / 'out')!r}), WRITERS['npz'])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], timeout=60)
     assert done.returncode == -9 and [each.name for each in tmp_path.iterdir()] == ["out.part"]
     (tmp_path / "out.part" / ".tmp-of-a-writer").write_text("torn")
-    nbytes = write(choose(path), tmp_path / "out", WRITERS["npz"])
+    nbytes = export(choose_tensors(path), tmp_path / "out", WRITERS["npz"])
     assert nbytes == (tmp_path / "out").stat().st_size > 1000 and [each.name for each in tmp_path.iterdir()] == ["out"]
 
 
@@ -222,11 +223,11 @@ def test_two_exports_to_one_file_do_not_tear_each_other(path, tmp_path):
 
     def writer(chosen, torn, tell):
         with pytest.raises(DataError) as caught:
-            write(choose(path), out, WRITERS["npz"])
+            export(choose_tensors(path), out, WRITERS["npz"])
         said.append(caught.value)
         WRITERS["npz"](chosen, torn, tell)
 
-    write(choose(path), out, writer)
+    export(choose_tensors(path), out, writer)
     assert len(np.load(out).files) == len(arrays())
     (error,) = said
     assert str(error).startswith("export [") and "]: expected no other job that saves here, got process " in str(error)
@@ -235,22 +236,22 @@ def test_two_exports_to_one_file_do_not_tear_each_other(path, tmp_path):
 
 
 def test_a_file_that_has_come_meanwhile_stays(path, tmp_path, monkeypatch):
-    out, made = tmp_path / "x.npz", export.WriterLock
+    out, made = tmp_path / "x.npz", inspect.WriterLock
 
     def late(*arguments):
         out.write_text("mine")
         return made(*arguments)
 
-    monkeypatch.setattr(export, "WriterLock", late)
+    monkeypatch.setattr(inspect, "WriterLock", late)
     with raises(ConfigError, operation="export", where=out):
-        write(choose(path), out, WRITERS["npz"])
+        export(choose_tensors(path), out, WRITERS["npz"])
     assert out.read_text() == "mine" and [each.name for each in tmp_path.iterdir()] == ["x.npz"]
 
 
 def test_a_file_of_the_name_of_the_folder_beside_stays(path, tmp_path):
     (tmp_path / "x.npz.part").write_text("mine")
     with raises(DataError, operation="export", where=tmp_path / "x.npz.part"):
-        write(choose(path), tmp_path / "x.npz", WRITERS["npz"])
+        export(choose_tensors(path), tmp_path / "x.npz", WRITERS["npz"])
     assert (tmp_path / "x.npz.part").read_text() == "mine"
 
 
@@ -258,35 +259,35 @@ def test_what_is_no_plain_file_is_not_replaced(path, tmp_path):
     out = tmp_path / "x.npz"
     os.mkfifo(out)
     with raises(ConfigError, operation="export", where=out):
-        write(choose(path), out, WRITERS["npz"], overwrite=True)
+        export(choose_tensors(path), out, WRITERS["npz"], overwrite=True)
     assert out.is_fifo()
 
 
 def test_the_name_that_safetensors_has_for_itself(tmp_path):
     (path,) = save(tmp_path, state=lambda step, world: {"net": {"__metadata__": np.ones(2)}})
     with raises(ConfigError, operation="export", where="__metadata__", remedy="--format"):
-        write(choose(path, "net"), tmp_path / "x.safetensors", WRITERS["safetensors"])
+        export(choose_tensors(path, "net"), tmp_path / "x.safetensors", WRITERS["safetensors"])
     assert not (tmp_path / "x.safetensors").exists()
 
 
 def test_a_file_that_cannot_be_written(path, tmp_path):
     with raises(DataError, operation="export", where=tmp_path / "no/x.npz"):
-        write(choose(path), tmp_path / "no" / "x.npz", WRITERS["npz"])
+        export(choose_tensors(path), tmp_path / "no" / "x.npz", WRITERS["npz"])
 
 
 def test_dtypes_that_a_format_does_not_have(tmp_path, torch):
     (path,) = save(tmp_path, state=lambda step, world: {"x": np.ones(2, np.longdouble), "y": np.ones(2, complex)})
     with raises(ConfigError, operation="export", where="x", expected="safetensors", remedy="--format"):
-        write(choose(path), tmp_path / "x.safetensors", WRITERS["safetensors"])
+        export(choose_tensors(path), tmp_path / "x.safetensors", WRITERS["safetensors"])
     with raises(ConfigError, operation="export", where="x", expected="PyTorch", remedy="--format"):
-        write(choose(path), tmp_path / "x.pt", torch_writer())
+        export(choose_tensors(path), tmp_path / "x.pt", torch_writer())
     assert cli.main(["checkpoint", "export", str(path), str(tmp_path / "x.pt")]) == 2  # as for the others
 
 
 def test_a_missing_package_is_one_line_with_the_remedy(path, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with raises(ConfigError, operation="export", remedy="'hpcdp[safetensors]'"):
-        write(choose(path), tmp_path / "x.safetensors", WRITERS["safetensors"])
+        export(choose_tensors(path), tmp_path / "x.safetensors", WRITERS["safetensors"])
     code = (
         "import sys; sys.modules['torch'] = None; from hpcdp import cli\n"
         f"sys.exit(cli.main(['checkpoint', 'export', {str(path)!r}, {str(tmp_path / 'x.pt')!r}]))"
@@ -298,12 +299,10 @@ def test_a_missing_package_is_one_line_with_the_remedy(path, tmp_path, monkeypat
 
 
 def test_pieces(tmp_path, monkeypatch):
-    from hpcdp.checkpoint import inspect
-
     monkeypatch.setattr(inspect, "PIECE_NBYTES", 1 << 20)
     x = np.arange(1_000_001, dtype=np.float64)
     (path,) = save(tmp_path, state=lambda step, world: {"x": x, "brain": Bfloat16(x)})
-    write(choose(path), tmp_path / "x.npz", export.write_npz)
+    export(choose_tensors(path), tmp_path / "x.npz", inspect.write_npz)
     with np.load(tmp_path / "x.npz") as file:
         np.testing.assert_array_equal(file["x"], x)
         assert file["brain"].shape == x.shape
