@@ -306,9 +306,9 @@ class Messages(Protocol):
 class Communicator(Messages, Protocol):
     """A group of ranks that exchange messages.
 
-    Arrays are NumPy's; with CUDA-aware messages (`cuda_aware.agreed`) `isend` and `irecv` take CuPy's too. No pending
-    GPU work may then write to a sent array or use a receive buffer, and received data are valid when the request is
-    complete.
+    Arrays are NumPy's; with CUDA-aware messages (`agree_on_cuda_aware_mpi`) `isend` and `irecv` take CuPy's too. No
+    pending GPU work may then write to a sent array or use a receive buffer, and received data are valid when the
+    request is complete.
     """
 
     signatures: int

@@ -23,8 +23,16 @@ import numpy as np
 from ..comm import Communicator, Reduction, Request, World, gpu_rows
 from ..comm.communicator import PolledRequest, Steps, StepsTo, make_tag, resolve, split, wait_for
 from ..comm.consistency import on_every_rank
-from ..comm.gpu_rows import cuda_aware
-from ..comm.gpu_rows.transport import SUMMED_KINDS, GpuTransport, NodeRows, Part, RowSize, lone_rows, parts_of
+from ..comm.gpu_rows.transport import (
+    SUMMED_KINDS,
+    GpuTransport,
+    NodeRows,
+    Part,
+    RowSize,
+    agree_on_cuda_aware_mpi,
+    lone_rows,
+    parts_of,
+)
 from ..comm.shared_memory import PrivateMemory
 from ..comm.tasks import LANES, TAGS, ProgressEngine, TaskGroup, in_lanes, segments, together
 from ..comm.watchdog import WatchedBarrier
@@ -486,7 +494,7 @@ class GpuReduction(BucketReduction):
 
     Raises:
         DeviceError: another device is current; on all ranks. Also see `gpu_rows.make`.
-        ConfigError: see `cuda_aware.agreed`; on all ranks.
+        ConfigError: see `agree_on_cuda_aware_mpi`; on all ranks.
         UnsupportedError: parameters on several GPUs, on all ranks; dtypes that cannot be sent between nodes. Also see
             `gpu_rows.make`.
     """
@@ -534,7 +542,7 @@ class GpuReduction(BucketReduction):
         self.coder: CodeStaging | None = None
         if self.sends_messages:
             _require_sums_on_the_host(sizes)
-            self.goes_direct = compression is None and cuda_aware.agreed(world)[0]
+            self.goes_direct = compression is None and agree_on_cuda_aware_mpi(world)[0]
             if self.goes_direct:
                 world.sends_from(streams.device, self)
             if self._across is not None and compression is not None:

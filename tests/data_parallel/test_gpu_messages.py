@@ -17,7 +17,7 @@ import hpcdp
 from hpcdp.checkpoint.manager import Manager, Saving
 from hpcdp.comm import tasks, thread_comm
 from hpcdp.comm.communicator import wait_for
-from hpcdp.comm.gpu_rows import cuda_aware
+from hpcdp.comm.gpu_rows import transport
 from hpcdp.comm.gpu_rows.transport import GpuTransport
 from hpcdp.comm.roll_call import RollCall
 from hpcdp.comm.watchdog import Watchdog
@@ -46,7 +46,7 @@ ORDERS = [0, 1]
 def reached(gpus_on_host, monkeypatch):
     """Streams and GPUs, whose memory messages reach."""
     gpu_on_host.let_messages_reach(monkeypatch, sys.modules["cupy"])
-    monkeypatch.setattr(cuda_aware, "library_says", lambda: True)
+    monkeypatch.setattr(transport, "mpi_claims_cuda_support", lambda: True)
     monkeypatch.setattr(gpu_reduction, "SEGMENT_NBYTES", 5000)
     return gpus_on_host
 
@@ -97,7 +97,7 @@ def test_sums_have_the_bits_of_those_through_the_host(reached, monkeypatch, run,
     monkeypatch.setattr(Streams, "copy_async", noted)
     found = {}
     for setting in ("staged", "direct"):
-        monkeypatch.setenv(cuda_aware.SETTING, setting)
+        monkeypatch.setenv(transport.GPU_MESSAGES, setting)
         through_host.clear()
         found[setting] = thread_comm.run(n, lambda world: sums_of(world, way, dtype, overlap), nodes)
         assert bool(through_host) == (setting == "staged")
@@ -133,7 +133,7 @@ def test_a_message_is_a_whole_chunk_of_a_segment(reached, monkeypatch, n):
     monkeypatch.setattr(thread_comm.ThreadCommunicator, "isend", noted)
     counts = {}
     for setting in ("staged", "direct"):
-        monkeypatch.setenv(cuda_aware.SETTING, setting)
+        monkeypatch.setenv(transport.GPU_MESSAGES, setting)
         thread_comm.run(n, sums)
         counts[setting] = [nbytes for nbytes in sent if nbytes > 1000]  # others are of the step
     most = segment_nbytes / n
@@ -144,7 +144,7 @@ def test_a_message_is_a_whole_chunk_of_a_segment(reached, monkeypatch, n):
 
 def test_who_waits_for_the_gpu_looks_after_the_node(reached, monkeypatch):
     show_gpus(monkeypatch, 0)
-    monkeypatch.setenv(cuda_aware.SETTING, "direct")
+    monkeypatch.setenv(transport.GPU_MESSAGES, "direct")
     monkeypatch.setattr(Streams, "query", lambda *_: False)  # a GPU that has been stuck
 
     def check(self):
@@ -161,7 +161,7 @@ def test_all_threads_in_mpi_have_the_gpu_of_messages(reached, monkeypatch, tmp_p
     MPI goes on with any thread's messages in them, by the context that they have.
     """
     show_gpus(monkeypatch, 2)
-    monkeypatch.setenv(cuda_aware.SETTING, "direct")
+    monkeypatch.setenv(transport.GPU_MESSAGES, "direct")
     found = set()
 
     def noted(cls, method):
@@ -193,7 +193,7 @@ def test_all_threads_in_mpi_have_the_gpu_of_messages(reached, monkeypatch, tmp_p
 
 def test_threads_in_mpi_use_a_gpu_no_longer_than_its_sender_lives(reached, monkeypatch):
     show_gpus(monkeypatch, 2)
-    monkeypatch.setenv(cuda_aware.SETTING, "direct")
+    monkeypatch.setenv(transport.GPU_MESSAGES, "direct")
     used, use = [], Device.use
 
     def noted(self):
@@ -226,19 +226,19 @@ def test_threads_in_mpi_use_a_gpu_no_longer_than_its_sender_lives(reached, monke
 
 def agreed_by(n, nodes=None):
     def rank(world):
-        return cuda_aware.agreed(world)
+        return transport.agree_on_cuda_aware_mpi(world)
 
     return thread_comm.run(n, rank, nodes)
 
 
 def test_a_library_that_says_no_is_not_tried(monkeypatch):
-    monkeypatch.setattr(cuda_aware, "library_says", lambda: False)
-    monkeypatch.setattr(cuda_aware, "tried", lambda: pytest.fail("tried"))
+    monkeypatch.setattr(transport, "mpi_claims_cuda_support", lambda: False)
+    monkeypatch.setattr(transport, "try_cuda_aware_mpi", lambda: pytest.fail("tried"))
     assert agreed_by(2, 1) == [(False, "no, the MPI library says")] * 2
 
 
 def test_all_nodes_must_be_able_and_each_is_tried_once(reached, monkeypatch):
-    monkeypatch.setattr(cuda_aware, "_seconds", lambda comm: (1.0, 2.0))
+    monkeypatch.setattr(transport, "_exchange_seconds", lambda comm: (1.0, 2.0))
     tries = []
 
     def answers(*given):
@@ -248,7 +248,7 @@ def test_all_nodes_must_be_able_and_each_is_tried_once(reached, monkeypatch):
             tries.append(next(left))
             return tries[-1]
 
-        monkeypatch.setattr(cuda_aware, "tried", tried)
+        monkeypatch.setattr(transport, "try_cuda_aware_mpi", tried)
 
     answers("yes, it says and does", "yes, it says and does")
     assert agreed_by(4, 2) == [(True, "yes, it says and does, and messages between nodes arrive")] * 4
@@ -258,8 +258,8 @@ def test_all_nodes_must_be_able_and_each_is_tried_once(reached, monkeypatch):
 
 
 def test_the_way_through_the_host_is_taken_where_one_rank_finds_it_faster(reached, monkeypatch):
-    monkeypatch.setattr(cuda_aware, "tried", lambda: "yes, it says and does")
-    monkeypatch.setattr(cuda_aware, "_seconds", lambda comm: (0.025 if comm.rank == 1 else 0.001, 0.002))
+    monkeypatch.setattr(transport, "try_cuda_aware_mpi", lambda: "yes, it says and does")
+    monkeypatch.setattr(transport, "_exchange_seconds", lambda comm: (0.025 if comm.rank == 1 else 0.001, 0.002))
     why = "no: staging in host memory is faster, 2.0 ms for 4 MiB, not 25.0"
     for nodes in (2, 1, None):
         assert agreed_by(4, nodes) == [(False, why)] * 4
@@ -276,8 +276,8 @@ def test_both_ways_are_timed(reached, monkeypatch):
         return isend(self, x, dest, tag)
 
     monkeypatch.setattr(thread_comm.ThreadCommunicator, "isend", late)
-    monkeypatch.setattr(cuda_aware, "_TIMED", 1001)
-    found = thread_comm.run(3, lambda world: cuda_aware._seconds(world.rail_comm), 1)
+    monkeypatch.setattr(transport, "_TIMED", 1001)
+    found = thread_comm.run(3, lambda world: transport._exchange_seconds(world.rail_comm), 1)
     assert all(direct > 4 * 0.02 and staged > 4 * 0.001 for direct, staged in found)
     nbytes = sorted([1000, 1000, 1000, 1004] * 3 * 3)
     assert [sorted(each for there, each in sent if there == wanted) for wanted in (True, False)] == [nbytes, nbytes]
@@ -285,8 +285,8 @@ def test_both_ways_are_timed(reached, monkeypatch):
 
 @pytest.mark.parametrize("wrong_from", [300, 1 << 20])
 def test_what_comes_from_another_node_must_be_what_was_sent(reached, monkeypatch, wrong_from):
-    monkeypatch.setattr(cuda_aware, "library_says", lambda: True)
-    monkeypatch.setattr(cuda_aware, "tried", lambda: "yes, it says and does")
+    monkeypatch.setattr(transport, "mpi_claims_cuda_support", lambda: True)
+    monkeypatch.setattr(transport, "try_cuda_aware_mpi", lambda: "yes, it says and does")
     isend = thread_comm.ThreadCommunicator.isend
 
     def spoilt(self, x, dest, tag=0):
@@ -299,17 +299,17 @@ def test_what_comes_from_another_node_must_be_what_was_sent(reached, monkeypatch
 
 
 def test_the_setting_of_rank_0_counts_and_a_wrong_one_is_told_on_all(monkeypatch):
-    monkeypatch.setattr(cuda_aware, "library_says", lambda: False)
+    monkeypatch.setattr(transport, "mpi_claims_cuda_support", lambda: False)
     for setting, there in (("direct", True), ("staged", False)):
-        monkeypatch.setenv(cuda_aware.SETTING, setting)
+        monkeypatch.setenv(transport.GPU_MESSAGES, setting)
         with pytest.warns(UserWarning, match="it may crash") if there else nullcontext():
             assert agreed_by(3, 1) == [(there, f"HPCDP_GPU_MESSAGES={setting}")] * 3
-    monkeypatch.setenv(cuda_aware.SETTING, "fast")
+    monkeypatch.setenv(transport.GPU_MESSAGES, "fast")
     told = []
 
     def rank(world):
         with pytest.raises(ConfigError) as caught:
-            cuda_aware.agreed(world)
+            transport.agree_on_cuda_aware_mpi(world)
         told.append(str(caught.value))
 
     thread_comm.run(3, rank, 1)
@@ -317,25 +317,25 @@ def test_the_setting_of_rank_0_counts_and_a_wrong_one_is_told_on_all(monkeypatch
 
 
 def test_what_cannot_be_tried_is_a_no(monkeypatch):
-    monkeypatch.setattr(cuda_aware, "_TRY", "raise SystemExit('mpirun: none')")
-    assert cuda_aware.tried() == "no: it cannot be tried, mpirun: none"
-    monkeypatch.setattr(cuda_aware, "_LIMIT_S", 0.5)
-    monkeypatch.setattr(cuda_aware, "_TRY", "import time; time.sleep(60)")
-    assert cuda_aware.tried().startswith("no: it cannot be tried, Command")
+    monkeypatch.setattr(transport, "_TRY", "raise SystemExit('mpirun: none')")
+    assert transport.try_cuda_aware_mpi() == "no: it cannot be tried, mpirun: none"
+    monkeypatch.setattr(transport, "_LIMIT_S", 0.5)
+    monkeypatch.setattr(transport, "_TRY", "import time; time.sleep(60)")
+    assert transport.try_cuda_aware_mpi().startswith("no: it cannot be tried, Command")
 
 
 def test_it_is_tried_beside_a_users_file_of_a_modules_name(tmp_path, monkeypatch):
     (tmp_path / "random.py").write_text("raise SystemExit('taken for the random of Python')")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cuda_aware, "_TRY", "import random; print('yes', random.Random.__name__)")
-    assert cuda_aware.tried() == "yes Random"
+    monkeypatch.setattr(transport, "_TRY", "import random; print('yes', random.Random.__name__)")
+    assert transport.try_cuda_aware_mpi() == "yes Random"
 
 
 def test_an_environment_outside_of_jobs_keeps_what_a_user_has_set():
     kept = {"OMPI_MCA_pml": "ucx", "PATH": "/bin", "OMPI_ALLOW_RUN_AS_ROOT": "1"}
     of_jobs = {"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "PMI_SIZE": "2", "SLURM_PROCID": "0",
                "OMPI_MCA_ess_base_vpid": "1", "OMPI_MCA_orte_ess_num_procs": "2"}  # fmt: skip
-    assert cuda_aware.outside_of_jobs({**kept, **of_jobs}) == kept
+    assert transport.outside_of_jobs({**kept, **of_jobs}) == kept
 
 
 @pytest.mark.mpi
@@ -343,9 +343,11 @@ def test_an_environment_outside_of_jobs_keeps_what_a_user_has_set():
 @pytest.mark.filterwarnings("ignore:gradients on GPUs")
 def test_real_messages_go_from_and_to_the_memory_of_gpus(reached, monkeypatch, overlap):
     show_gpus(monkeypatch, 0)
-    monkeypatch.setenv(cuda_aware.SETTING, "direct")
+    monkeypatch.setenv(transport.GPU_MESSAGES, "direct")
     world = hpcdp.init()
-    monkeypatch.setitem(world.kept, "messages of GPUs", cuda_aware._agree(world))  # for this test alone
+    monkeypatch.setitem(
+        world.kept, "messages of GPUs", transport._agree_on_cuda_aware_mpi(world)
+    )  # for this test alone
     for dtype in ("f4", "f2"):
         params = [Parameter(f"p{i}", shape, dtype_of(dtype)) for i, shape in enumerate(SHAPES)]
         layout = buckets.plan([(p.name, p.data.shape, dtype_of(dtype)) for p in params], 0.004, 0.004)
@@ -361,5 +363,5 @@ def test_a_rank_of_a_job_can_start_the_try():
     world = hpcdp.init()
     if world.size != 2:
         pytest.skip("a rank has the same environment in a job of any size, and one of 2 ranks tries")
-    said = cuda_aware.tried() if world.rank == 0 else ""
+    said = transport.try_cuda_aware_mpi() if world.rank == 0 else ""
     assert world.comm.allgather_json(said)[0] == "no, it says"  # of the wheel that is tested with

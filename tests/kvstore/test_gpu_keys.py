@@ -13,7 +13,7 @@ from raises import raises
 from hpcdp import checkpoint, kvstore, optim
 from hpcdp.comm import thread_comm
 from hpcdp.comm import world as comm_world
-from hpcdp.comm.gpu_rows import cuda_aware
+from hpcdp.comm.gpu_rows import transport
 from hpcdp.comm.gpu_rows.transport import GpuTransport
 from hpcdp.comm.world import Gpu
 from hpcdp.core.arrays import Device, Streams, gpu, to_device_of
@@ -137,7 +137,7 @@ def test_keys_have_the_same_bits_by_messages_from_and_to_gpus(gpus_on_host, way,
     monkeypatch.setattr(gpu_reduction.Staging, "sum", noted)
     found = {}
     for setting in ("staged", "direct"):
-        monkeypatch.setenv(cuda_aware.SETTING, setting)
+        monkeypatch.setenv(transport.GPU_MESSAGES, setting)
         through_host.clear()
         found[setting] = thread_comm.run(
             n, lambda world: program(world, "dist_device_sync", on_gpu, "sum", dtype), nodes
