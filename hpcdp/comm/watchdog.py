@@ -133,10 +133,15 @@ def limits_s() -> tuple[float, float]:
     Raises:
         ConfigError: one of them is not a valid number.
     """
-    return _seconds("HPCDP_STALL_S", DEFAULT_STALL_S), _seconds("HPCDP_TIMEOUT_S", DEFAULT_TIMEOUT_S)
+    return seconds("HPCDP_STALL_S", DEFAULT_STALL_S), seconds("HPCDP_TIMEOUT_S", DEFAULT_TIMEOUT_S)
 
 
-def _seconds(name: str, default: float) -> float:
+def seconds(name: str, default: float) -> float:
+    """Return the limit in the environment variable ``name``; 0 for none.
+
+    Raises:
+        ConfigError: it is not a valid number.
+    """
     text = os.environ.get(name, "")
     try:
         limit = float(text) if text else default

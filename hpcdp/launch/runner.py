@@ -508,7 +508,8 @@ def _forward_signals(
     is_held, passed_on = usr1_has_come is not None and usr1_has_come(), int(signal.SIGUSR1)
     is_told_to_end, is_killed, was_stuck, num_reported = False, False, False, 0
     saves_since_s: float | None = None
-    silent_until_s = time.monotonic() + _SILENCE_S
+    silence_s = _silence_s()
+    silent_until_s = time.monotonic() + silence_s
     while mpirun.poll() is None:
         next_s = min(deadline, silent_until_s) - time.monotonic()
         received = watch.wait(min(_HOLD_S if is_held else 1.0, max(0.0, next_s)))
@@ -523,7 +524,7 @@ def _forward_signals(
             num_reported = _tell_of_starts(watch, num_reported)
         if time.monotonic() >= silent_until_s:
             silent_until_s = float("inf")
-            _explain_silence(watch, ranks)
+            _explain_silence(watch, ranks, silence_s)
         if guards is not None:
             guards.beat()
             if guards.lost and not is_told_to_end:
@@ -579,18 +580,23 @@ def _forward_signals(
     return ended_by, was_stuck
 
 
-def _explain_silence(watch: Watch, ranks: int) -> None:
-    """Explain on a terminal the silence of a job that has printed nothing yet.
+def _silence_s() -> float:
+    """Return ``HPCDP_SILENCE_S``, the seconds without output after which the launcher explains; infinity for 0."""
+    return float(os.environ.get(_SILENCE_VARIABLE) or _SILENCE_S) or float("inf")
 
-    Do nothing where the job's output is not observed, and where stderr is a file or pipe, which programs read.
+
+def _explain_silence(watch: Watch, ranks: int, silence_s: float) -> None:
+    """Explain on stderr the silence of a job that has printed nothing in ``silence_s``.
+
+    Do nothing where the job's output is not observed.
     """
-    if _output is None or not _output.is_silent or not os.isatty(2):
+    if _output is None or not _output.is_silent:
         return
     if len(watch.starts) < ranks:
-        say(f"mpirun has started {len(watch.starts)} of {ranks} ranks in {_SILENCE_S:g} s")
+        say(f"mpirun has started {len(watch.starts)} of {ranks} ranks in {silence_s:g} s")
     elif watch.running:
         who = "rank 0" if ranks == 1 else f"{ranks} ranks"
-        say(f"no output from {who} in {_SILENCE_S:g} s: imports and MPI_Init take time")
+        say(f"no output from {who} in {silence_s:g} s: imports and MPI_Init take time")
 
 
 def _stop_beside(mpirun: subprocess.Popen[bytes]) -> None:
@@ -636,7 +642,8 @@ def say(message: object) -> None:
 
 # execve(2): the interpreter's path ends at a blank or at the end of the line
 _FIRST_LINE = re.compile(rb"#![ \t]*([^ \t\n]*)")
-_LIMIT_VARIABLES = ("HPCDP_STALL_S", "HPCDP_TIMEOUT_S")
+_SILENCE_VARIABLE = "HPCDP_SILENCE_S"
+_LIMIT_VARIABLES = ("HPCDP_STALL_S", "HPCDP_TIMEOUT_S", _SILENCE_VARIABLE)
 
 
 def check(job: Job, *, several_hosts: bool = False) -> list[str]:
@@ -737,8 +744,9 @@ def _check_limits() -> None:
     # The import loads NumPy, whose threads must not receive this thread's signals.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*FORWARDED, signal.SIGTSTP})
     try:
-        from ..comm.watchdog import limits_s
+        from ..comm.watchdog import limits_s, seconds
 
         limits_s()
+        seconds(_SILENCE_VARIABLE, _SILENCE_S)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -150,21 +150,22 @@ def test_an_end_needs_no_words() -> None:
 
 SILENT = """
 import sys
-from hpcdp.launch import runner
 from hpcdp.launch.launchers import Job, mpirun
-runner._SILENCE_S = 0.3
 sys.exit(mpirun.run_local(Job(("sh", "-c", "sleep 1; echo up"), 2)))
 """
 
 
-def test_a_silent_start_is_explained_on_a_terminal() -> None:
-    ours, theirs = pty.openpty()
-    done = subprocess.run([sys.executable, "-c", SILENT], stdout=subprocess.PIPE, stderr=theirs, text=True, timeout=60)
+@pytest.mark.parametrize("on_terminal", [True, False])
+def test_a_silent_start_is_explained(on_terminal: bool) -> None:
+    ours, theirs = pty.openpty() if on_terminal else os.pipe()
+    environ = os.environ | {"HPCDP_SILENCE_S": "0.3"}
+    command = [sys.executable, "-c", SILENT]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, text=True, timeout=60, env=environ)
     os.close(theirs)
     said = os.read(ours, 1 << 16).decode()
     os.close(ours)
     assert (done.returncode, done.stdout) == (0, "up\n" * 2)
-    assert re.fullmatch("hpcdp launch: (no output from 2 ranks|mpirun has started . of 2 ranks) in 0.3 s.*\r\n", said)
+    assert re.fullmatch("hpcdp launch: (no output from 2 ranks|mpirun has started . of 2 ranks) in 0.3 s.*\r?\n", said)
 
 
 @pytest.mark.parametrize(
@@ -182,8 +183,7 @@ def test_a_silence_is_explained_only_while_ranks_start(
     said: list[str] = []
     monkeypatch.setattr(runner, "_output", SimpleNamespace(is_silent=is_silent))
     monkeypatch.setattr(runner, "say", said.append)
-    monkeypatch.setattr(os, "isatty", lambda descriptor: descriptor == 2)
-    runner._explain_silence(SimpleNamespace(starts=[None] * starts, running=running), 2)  # type: ignore[arg-type]
+    runner._explain_silence(SimpleNamespace(starts=[None] * starts, running=running), 2, 3.0)  # type: ignore[arg-type]
     assert len(said) == bool(says) and all(text.startswith(says) for text in said)
 
 
@@ -200,7 +200,7 @@ def test_a_job_that_stops_early_needs_no_words() -> None:
     assert (done.returncode, done.stderr) == (75, "")
 
 
-@pytest.mark.parametrize(("name", "value"), [("HPCDP_STALL_S", "x"), ("HPCDP_TIMEOUT_S", "-1")])
+@pytest.mark.parametrize(("name", "value"), [("HPCDP_STALL_S", "x"), ("HPCDP_TIMEOUT_S", "-1"), ("HPCDP_SILENCE_S", "s")])
 def test_limits_that_every_rank_would_refuse_start_none(name: str, value: str) -> None:
     done = launch(2, "print('started')", **{name: value})
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
