@@ -7,6 +7,7 @@ also the built-in that programs catch, such as ValueError.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import sys
@@ -247,15 +248,34 @@ def listed(names: Sequence[object], most: int = 3) -> str:
     return ", ".join(map(str, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+_IN_WORDS = {
+    errno.ENOENT: "no such file or folder",
+    errno.EACCES: "no permission",
+    errno.EPERM: "no permission",
+    errno.EISDIR: "a folder",
+    errno.ENOTDIR: "a path through a file, which is no folder",
+    errno.ENOSPC: "no space left on device",
+    errno.EDQUOT: "no space left in the disk quota",
+    errno.EROFS: "a read-only file system",
+    errno.EIO: "an input/output error",
+    errno.ELOOP: "a loop of symbolic links",
+    errno.ENAMETOOLONG: "a name that is too long",
+}
+"""Errors of the operating system as noun phrases, which can follow "got"; `os.strerror` gives sentences."""
+
+
 def reason(error: OSError) -> str:
-    """Return why a folder cannot be made or a file cannot be written, in words.
+    """Return in words, as a noun phrase, why a file or folder cannot be made, read or written.
 
     "File exists" becomes a description of what is in the place of the folder.
     """
     if isinstance(error, FileExistsError):
         is_link = error.filename is not None and not os.path.exists(error.filename)
         return "a link that leads nowhere" if is_link else "a file, no folder"
-    return error.strerror or str(error)
+    text = error.strerror or str(error)
+    if error.errno is None or text != os.strerror(error.errno):
+        return text
+    return _IN_WORDS.get(error.errno, text)
 
 
 def shortened(text: str, longest: int) -> str:

@@ -221,7 +221,7 @@ def test_the_public_face() -> None:
             ["train", "gpt", "--flip"],
             "setting flip: expected images (channels, height, width), got samples of shape (64,) in",
         ),
-        (["train", "--config", "none.toml"], "[none.toml]: expected a TOML file, got No such file or directory"),
+        (["train", "--config", "none.toml"], "[none.toml]: expected a TOML file, got no such file or folder"),
         (["launch", "-n", "two", "--", "x"], "launch -n: expected a number of ranks, 1 to 1,000,000, got 'two'"),
         (["launch", "-n", "999999999999", "--", "x"], "1 to 1,000,000, got '999999999999'"),
         (["launch", "-n", "2", "-s", "-1", "--", "x"], "launch -s: expected a number of servers, 0 to 1,000,"),
@@ -250,7 +250,7 @@ def test_the_public_face() -> None:
         (["launch", "-n", "2", "--env", "NOT_SET", "--", "x"], "--env: expected NOT_SET=VALUE, as it is not set here"),
         (["launch", "-n", "2", "--env", "PATH=", "--", "x"], "--env: expected a PATH with folders of programs"),
         (["launch", "-n", "2", "-H", "a;b", "--", "x"], "read hosts [-H 'a;b']: expected HOST, HOST:SLOTS or"),
-        (["launch", "-n", "2", "-H", f"/{'x' * 300}", "--", "x"], "got File name too long"),
+        (["launch", "-n", "2", "-H", f"/{'x' * 300}", "--", "x"], "got a name that is too long"),
         (["info", "--xml"], "info: unknown option '--xml'; hpcdp info -h lists the options"),
     ],
 )
@@ -286,7 +286,7 @@ def test_a_working_folder_that_is_gone_is_one_line(name: str, tmp_path: Path) ->
     gone.mkdir()
     shell = ["sh", "-c", 'cd "$0" && rmdir "$0" && exec "$@"', str(gone)]
     done = subprocess.run([*shell, *command(name, "-n", "1", "true")], capture_output=True, text=True, timeout=60)
-    said = f"hpcdp: {name}: expected a working folder, got No such file or directory; cd to another\n"
+    said = f"hpcdp: {name}: expected a working folder, got no such file or folder; cd to another\n"
     assert (done.returncode, done.stderr) == (2, said)
 
 
@@ -414,5 +414,5 @@ def test_a_full_output_is_one_line(arguments: list[str], tmp_path: Path) -> None
         done = subprocess.run(
             command(*arguments), stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, cwd=tmp_path
         )
-    said = f"hpcdp: {arguments[0]} [standard output]: got No space left on device\n"
+    said = f"hpcdp: {arguments[0]} [standard output]: got no space left on device\n"
     assert (done.returncode, done.stderr) == (1, said)

@@ -1,3 +1,4 @@
+import errno
 import fcntl
 import io
 import os
@@ -20,6 +21,7 @@ from hpcdp.errors import (
     HpcdpError,
     UnsupportedError,
     listed,
+    reason,
     report_directly,
     shortened,
     to_stderr,
@@ -193,3 +195,16 @@ for say in to_stderr, report_directly:
     os.close(terminal)
     piped = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, timeout=60)
     assert piped.stderr == ("hpcdp: " + "word " * 9 + "\n") * 2
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.ENOENT, os.strerror(errno.ENOENT)), "no such file or folder"),
+        (OSError(errno.EROFS, os.strerror(errno.EROFS)), "a read-only file system"),
+        (OSError(errno.ENOENT, "a text of its own"), "a text of its own"),
+        (OSError("no number"), "no number"),
+    ],
+)
+def test_what_the_system_refuses_is_a_noun_phrase(error, words):
+    assert reason(error) == words

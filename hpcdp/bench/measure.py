@@ -22,7 +22,7 @@ from ..comm.consistency import on_rank_0
 from ..core.arrays import BFLOAT16, is_float, is_half
 from ..core.checks import whole_number
 from ..core.files import part_of, replaced
-from ..errors import ConfigError
+from ..errors import ConfigError, reason
 from ..launch.hosts import memory_mib
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -421,7 +421,7 @@ def write(path: str, content: bytes | str) -> None:
         with replaced(file.resolve()) as part:
             part.write_bytes(data)
     except OSError as error:
-        raise ConfigError("write", where=path, expected=_WRITABLE, got=error.strerror or error) from error
+        raise ConfigError("write", where=path, expected=_WRITABLE, got=reason(error)) from error
 
 
 def as_json(report: dict[str, Any]) -> str:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..comm.shared_memory import is_free, lock_request
-from ..errors import ConfigError, DataError, listed, warn
+from ..errors import ConfigError, DataError, listed, reason, warn
 from . import manifest
 from .manifest import Manifest
 
@@ -67,7 +67,7 @@ class WriterLock:
         try:
             return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)  # as the umask has it
         except OSError as error:
-            raise DataError(self._operation, where=path, got=error.strerror) from error
+            raise DataError(self._operation, where=path, got=reason(error)) from error
 
     def _take(self, path: Path) -> None:
         try:
@@ -489,7 +489,7 @@ def wrong_sizes(path: Path, saved: Manifest) -> Iterator[str]:
         try:
             nbytes = (path / file.name).stat().st_size
         except OSError as error:
-            yield f"{file.name}: {error.strerror}"
+            yield f"{file.name}: {reason(error)}"
             continue
         if nbytes != file.nbytes:
             yield f"{file.name}: expected {file.nbytes:,} bytes, got {nbytes:,}"

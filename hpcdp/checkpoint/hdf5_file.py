@@ -34,7 +34,7 @@ from isal.isal_zlib import crc32
 
 from ..core.arrays import BFLOAT16
 from ..engine import Engine
-from ..errors import DataError, HpcdpError
+from ..errors import DataError, HpcdpError, reason
 from .flatten import HeldTensor
 
 if TYPE_CHECKING:
@@ -199,10 +199,10 @@ def failing(operation: str, where: Callable[[], object]) -> Iterator[None]:
     except HpcdpError:
         raise
     except (OSError, RuntimeError, ValueError, KeyError, OverflowError, MemoryError) as error:
-        got = error.strerror if isinstance(error, OSError) and error.strerror else error
+        got = reason(error) if isinstance(error, OSError) else error
         errno = HDF5_ERRNO.search(str(got))
         if errno is not None:
-            got = os.strerror(int(errno[1]))
+            got = reason(OSError(int(errno[1]), os.strerror(int(errno[1]))))
         raise DataError(operation, where=where(), got=got) from error
 
 

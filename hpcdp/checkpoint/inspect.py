@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.state import unquoted
-from ..errors import ConfigError, DataError, HpcdpError, listed, shortened
+from ..errors import ConfigError, DataError, HpcdpError, listed, reason, shortened
 from . import directory, flatten, manifest
 from .directory import WriterLock
 from .hdf5_file import PADDED, File, ShardReader, Stored, crc32_beside, failing
@@ -52,7 +52,7 @@ def faults(path: Path, tell: Tell = lambda nbytes: None) -> Iterator[str]:
         yield f"{manifest.NAME}: {error.got}"
         return
     if saved.commit_file and not (path / directory.COMMITTED).is_file():
-        yield f"{directory.COMMITTED}: No such file, so it is not complete"
+        yield f"{directory.COMMITTED}: no such file, so it is not complete"
     yield from directory.wrong_sizes(path, saved)
     parts: dict[str, list[tuple[StoredTensor, Stored]]] = {file.name: [] for file in saved.files}
     for tensor in saved.tensors.values():
@@ -625,7 +625,7 @@ def export(
     except HpcdpError:
         raise
     except (OSError, RuntimeError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        why = reason(error) if isinstance(error, OSError) else error
         raise DataError("export", where=path, expected="a file that can be written", got=why) from error
     return path.stat().st_size
 

@@ -25,7 +25,7 @@ import numpy as np
 from isal.isal_zlib import crc32
 
 from ..core.arrays import BFLOAT16
-from ..errors import DataError
+from ..errors import DataError, reason
 from . import flatten
 from .hdf5_file import BLOCK_NBYTES, File, ShardReader, Stored, failing, link_settings, mark_dtype, type_of
 
@@ -178,7 +178,7 @@ def content_of(folder: Path) -> bytes:
             if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 return file.read()
     except OSError as error:
-        raise DataError("read the checkpoint", where=path, expected="a file", got=error.strerror) from error
+        raise DataError("read the checkpoint", where=path, expected="a file", got=reason(error)) from error
     raise DataError("read the checkpoint", where=path, expected="a file", got="a folder, pipe or device")
 
 

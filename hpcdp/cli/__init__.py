@@ -23,7 +23,7 @@ import hpcdp
 
 from ..core.checks import check_name
 from ..core.environment import end_early, fail, lead_nowhere
-from ..errors import ConfigError, DataError, HpcdpError, LaunchError, SaveError, to_stderr
+from ..errors import ConfigError, DataError, HpcdpError, LaunchError, SaveError, reason, to_stderr
 
 if TYPE_CHECKING:
     from ..launch.parser import Parser
@@ -135,7 +135,7 @@ def _require_working_folder(command: str) -> None:
     try:
         os.getcwd()
     except OSError as error:
-        raise ConfigError(command, expected="a working folder", got=error.strerror, remedy="cd to another") from error
+        raise ConfigError(command, expected="a working folder", got=reason(error), remedy="cd to another") from error
 
 
 def parser() -> Parser:

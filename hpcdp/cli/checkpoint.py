@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..core.checks import check_name
-from ..errors import ConfigError, DataError, printable
+from ..errors import ConfigError, DataError, printable, reason
 from ..launch.parser import Parser, add_command, at_least
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def main(argv: Sequence[str]) -> int:
     except OSError as error:
         if error.filename is None:  # an error of standard output
             raise
-        raise DataError(f"checkpoint {argv[0]}", where=error.filename, got=error.strerror) from error
+        raise DataError(f"checkpoint {argv[0]}", where=error.filename, got=reason(error)) from error
     return status
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..core.checks import check_name
-from ..errors import ConfigError, shortened, type_named
+from ..errors import ConfigError, reason, shortened, type_named
 from ..launch import hosts, launchers
 from ..launch.hosts import allocation, require_one_component
 from ..launch.launchers import BINDINGS, Job
@@ -169,7 +169,7 @@ def _variables(text: str) -> list[tuple[str, str]]:
     try:
         found = json.loads(Path(text[1:]).read_bytes())
     except OSError as error:
-        raise ConfigError("launch --env", where=text[1:], expected="a file of variables", got=error.strerror) from error
+        raise ConfigError("launch --env", where=text[1:], expected="a file of variables", got=reason(error)) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError("launch --env", where=text[1:], expected=valid, got="no JSON") from error
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):

@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any, NoReturn, TextIO
 
-from ..errors import ConfigError, HpcdpError, LaunchError, Terminated, report_directly
+from ..errors import ConfigError, HpcdpError, LaunchError, Terminated, reason, report_directly
 
 
 def apart() -> tuple[str, ...]:
@@ -267,7 +267,7 @@ def end_early(error: KeyboardInterrupt | OSError, what: str) -> int:
     if _can_be_written(sys.stdout):
         raise error
     lead_nowhere(sys.stdout.fileno())
-    return fail(HpcdpError(what, where="standard output", got=error.strerror), 1)
+    return fail(HpcdpError(what, where="standard output", got=reason(error)), 1)
 
 
 def lead_nowhere(descriptor: int) -> None:

@@ -56,7 +56,7 @@ def require_file(operation: str, path: str | Path) -> None:
     except (FileNotFoundError, NotADirectoryError):
         raise MissingFileError(operation, where=path, expected="a file", got="none") from None
     except OSError as error:  # such as a folder without permission to search, or a name that is too long
-        got = error.strerror or str(error)
+        got = reason(error)
     raise DataError(operation, where=path, expected="a file", got=got)
 
 
@@ -353,8 +353,10 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     """
     try:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))  # some editors write a byte-order mark
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError):
-        raise
+    except UnicodeDecodeError as error:
+        raise ValueError(f"a file that is not UTF-8: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"a syntax error: {error}") from error
     except ValueError as error:
         raise ValueError("an integer of more than 64 bits") from error
     except RecursionError as error:
@@ -424,7 +426,7 @@ def read(
         if not all(type(header[field]) is kind for field, kind in fields.items()):
             raise ValueError(f"the header {header!r}")
     except Exception as error:  # zipfile, ast, tokenize, json and NumPy raise a dozen classes for damaged files
-        got = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+        got = (isinstance(error, OSError) and reason(error)) or str(error) or type(error).__name__
         raise DataError(operation, where=path, expected=f"a file of {writer}", got=got) from error
     return header, arrays
 

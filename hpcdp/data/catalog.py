@@ -67,7 +67,7 @@ def check_md5(path: Path, md5: str) -> None:
         with open(path, "rb") as file:
             got = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
     except OSError as error:
-        raise DataError("checksum", where=path, expected="a file that can be read", got=error.strerror) from error
+        raise DataError("checksum", where=path, expected="a file that can be read", got=reason(error)) from error
     if got != md5:
         remedy = "delete the file to fetch it again"
         raise DataError("checksum", where=path, expected=f"MD5 {md5}", got=got, remedy=remedy)
@@ -113,7 +113,7 @@ def fetch(urls: tuple[str, ...], path: Path, md5: str, timeout_s: float = 30.0) 
             except (OSError, http.client.HTTPException, ValueError) as error:
                 if isinstance(error, OSError) and error.errno in _OF_DISKS:
                     raise DataError(
-                        "download", where=path, expected="a writeable folder with space", got=error.strerror,
+                        "download", where=path, expected="a writeable folder with space", got=reason(error),
                         remedy="set HPCDP_DATA_DIR to such a folder",
                     ) from error  # fmt: skip
                 reasons.append(f"{_host_of(url)}: {type(error).__name__} {error}")
@@ -417,6 +417,6 @@ def unpack_cifar10(archive: Path) -> None:
         raise DataError("unpack CIFAR-10", where=archive, expected="an undamaged tar.gz file", got=error) from error
     except OSError as error:
         expected = "a writeable folder with space for its files"
-        raise DataError("unpack CIFAR-10", where=archive.parent, expected=expected, got=error.strerror) from error
+        raise DataError("unpack CIFAR-10", where=archive.parent, expected=expected, got=reason(error)) from error
     if missing:
         raise DataError("unpack CIFAR-10", where=archive, expected=", ".join(sorted(missing)), got="no such member")

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import ConfigError, LaunchError, listed, shortened
+from ..errors import ConfigError, LaunchError, listed, reason, shortened
 from .launchers import Host, Job
 
 _POLICY = "PRTE_MCA_rmaps_default_mapping_policy"
@@ -407,7 +407,7 @@ def read_file(path: Path) -> tuple[Host, ...]:
             content = file.read(_MOST_BYTES)
     except OSError as error:
         expected = "a file of hosts, or node1:4,node2:4"
-        raise ConfigError("launch -H", where=path, expected=expected, got=error.strerror) from error
+        raise ConfigError("launch -H", where=path, expected=expected, got=reason(error)) from error
     hosts = []
     for number, line in enumerate(content.decode("utf-8-sig", "replace").splitlines(), 1):
         entry = line.partition("#")[0].strip()

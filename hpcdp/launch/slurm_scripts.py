@@ -25,7 +25,7 @@ from typing import Any
 from ..core import files
 from ..core.checks import check_name, matching, whole_number
 from ..core.files import data_folder, require_private
-from ..errors import ConfigError, HpcdpError, LaunchError, listed
+from ..errors import ConfigError, HpcdpError, LaunchError, listed, reason
 from .launchers.batch import SLURM
 
 LAUNCHERS = ("srun", "mpirun")
@@ -144,7 +144,7 @@ def load(path: str | Path | None = None, environ: Mapping[str, str] = os.environ
         raise
     except OSError as error:
         where = f"HPCDP_SITE={variable}" if variable else path
-        raise ConfigError("site profile", where=where, expected="a file", got=error.strerror) from error
+        raise ConfigError("site profile", where=where, expected="a file", got=reason(error)) from error
     except ValueError as error:
         raise ConfigError("site profile", where=path, expected="a TOML file", got=error) from error
     for name in given:
@@ -357,7 +357,7 @@ def read_settings(path: str | Path) -> tuple[tuple[str, ...], ...]:
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()  # some editors write a byte-order mark
     except (OSError, UnicodeDecodeError) as error:
-        got = error.strerror if isinstance(error, OSError) else error
+        got = reason(error) if isinstance(error, OSError) else error
         raise ConfigError("sweep", where=path, expected="a file of settings, one line a task", got=got) from error
     tasks = []
     for number, line in enumerate(lines, 1):
@@ -572,7 +572,7 @@ def write(script: Script) -> Path:
         with open(descriptor, "w", encoding="utf-8", errors="surrogateescape") as file:
             file.write(script.text)
     except OSError as error:
-        raise LaunchError("write the script", where=path, got=error.strerror) from error
+        raise LaunchError("write the script", where=path, got=reason(error)) from error
     return path
 
 

@@ -25,7 +25,7 @@ from ..core import hdf5
 from ..core.arrays import bits, dtype_of
 from ..core.checks import lengths, one_of, whole_number, whole_numbers
 from ..core.files import own_part_of, replaced
-from ..errors import ConfigError, DataError, HpcdpError, UnsupportedError
+from ..errors import ConfigError, DataError, HpcdpError, UnsupportedError, reason
 from .functional import relu
 from .init import Initialiser, Normal, Xavier
 from .jit.graph import (
@@ -395,7 +395,7 @@ class SymbolBlock(Module):
         try:
             content = json.loads(description.read_text())
         except OSError as error:
-            raise DataError("load", where=description, expected="an exported graph", got=error.strerror) from error
+            raise DataError("load", where=description, expected="an exported graph", got=reason(error)) from error
         except (ValueError, RecursionError) as error:
             raise DataError("load", where=description, expected="an exported graph", got=error) from error
         graph, tensors = Reader(description, content).graph()

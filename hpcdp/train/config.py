@@ -19,7 +19,7 @@ from typing import Any
 
 from ..core import files
 from ..core.checks import check_name
-from ..errors import ConfigError
+from ..errors import ConfigError, reason
 
 
 @contextlib.contextmanager
@@ -434,7 +434,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     try:
         settings = files.read_toml(path)
     except OSError as error:
-        raise ConfigError("read the configuration", where=path, expected="a TOML file", got=error.strerror) from error
+        raise ConfigError("read the configuration", where=path, expected="a TOML file", got=reason(error)) from error
     except ValueError as error:
         raise ConfigError("read the configuration", where=path, expected="a TOML file", got=error) from error
     for key, value in settings.items():

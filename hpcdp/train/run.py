@@ -33,7 +33,7 @@ from ..core.arrays import MEMORY_LIMIT, Device, cpu
 from ..core.environment import explained
 from ..data_parallel.base_trainer import BaseTrainer
 from ..data_parallel.bucket_trainer import BucketTrainer
-from ..errors import ConfigError, HpcdpError, MismatchError, SaveError, Terminated, listed
+from ..errors import ConfigError, HpcdpError, MismatchError, SaveError, Terminated, listed, reason
 from ..kvstore.store_trainer import StoreTrainer
 from ..nn import Module, models
 from ..nn.functional import softmax_cross_entropy
@@ -293,7 +293,7 @@ def _require_complete(*written: RunFolder | Recording | None) -> None:
     for output in written:
         if output is not None and output.failure is not None:
             raise SaveError(
-                "write the results of the run", where=output.path, got=output.failure.strerror,
+                "write the results of the run", where=output.path, got=reason(output.failure),
                 remedy="free disk space there, or make it writable",
             )  # fmt: skip
 

@@ -226,7 +226,7 @@ class RunFolder:
                 with contextlib.suppress(OSError):  # a partial config.toml would keep later runs from the folder
                     drop_run_files(self.path)
             raise ConfigError(
-                "write the run folder", where=self.path, got=error.strerror, remedy="choose another --run-dir"
+                "write the run folder", where=self.path, got=reason(error), remedy="choose another --run-dir"
             ) from error
 
     def go_on(self, epochs: int, steps: int) -> None:
@@ -296,7 +296,7 @@ def settled(said: Mapping[str, Any], launched: bool) -> TrainConfig:
     try:
         folder = _find(config, said, launched)
     except OSError as error:
-        raise ConfigError("resume", where=error.filename, expected="a run folder", got=error.strerror) from error
+        raise ConfigError("resume", where=error.filename, expected="a run folder", got=reason(error)) from error
     if folder is None:
         left = config.run_dir is not None and (Path(config.run_dir) / "config.toml").is_file()
         return dataclasses.replace(config, resume=None, overwrite=left)

@@ -89,7 +89,7 @@ def test_a_full_disk_and_a_closed_pipe_end_it_without_a_traceback() -> None:
     helps = [sys.executable, programs.path_of("floor"), "-h"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(helps, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (1, "hpcdp: bench_floor [standard output]: got No space left on device\n")
+    assert (done.returncode, done.stderr) == (1, "hpcdp: bench_floor [standard output]: got no space left on device\n")
     reading, writing = os.pipe()
     os.close(reading)
     with open(writing, "w") as closed:

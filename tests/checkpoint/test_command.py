@@ -272,7 +272,7 @@ def test_verify(run, saved, folder):
     assert status == 1
     first, missing, second, third, fault, newest = out.splitlines()
     assert first.startswith(f"{folder}/step-0000000100: 1 fault, ")
-    assert missing == "  manifest.json: No such file or directory"
+    assert missing == "  manifest.json: no such file or folder"
     assert second.startswith(f"{folder}/step-0000000200: good, ")
     assert third.startswith(f"{folder}/step-0000000300: 1 fault, ")
     assert fault.startswith(f"  {part.file}, net/bias: expected checksum ")
@@ -453,10 +453,10 @@ def test_what_the_system_refuses_is_one_line(run, folder, monkeypatch):
         patched.setattr(os, "rename", refuse)
         status, _, error = run("prune", folder, "--keep", "1")
     assert status == 2
-    assert error == f"hpcdp: prune [{folder / 'step-0000000100'}]: got Permission denied\n"
+    assert error == f"hpcdp: prune [{folder / 'step-0000000100'}]: got no permission\n"
     monkeypatch.setattr(Path, "iterdir", refuse)
     status, _, error = run("ls", folder)
-    assert (status, error) == (2, f"hpcdp: checkpoint ls [{folder}]: got Permission denied\n")
+    assert (status, error) == (2, f"hpcdp: checkpoint ls [{folder}]: got no permission\n")
 
 
 def test_prune_removes_links_and_not_what_they_lead_to(run, folder, tmp_path):
@@ -499,7 +499,7 @@ def test_a_full_disk_behind_standard_output(saved):
         line = [sys.executable, "-m", "hpcdp.cli", "checkpoint", "show", saved]
         done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
-    assert "checkpoint [standard output]: got No space left on device" in done.stderr
+    assert "checkpoint [standard output]: got no space left on device" in done.stderr
 
 
 @pytest.mark.parametrize(

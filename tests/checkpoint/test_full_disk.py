@@ -87,7 +87,7 @@ def test_each_write_may_be_the_first_that_fails(tmp_path, monkeypatch):
                 write_shard(path, pieces, "gzip")
                 break
             except DataError as error:
-                assert str(error) == f"save [{path}]: got No space left on device"
+                assert str(error) == f"save [{path}]: got no space left on device"
             assert next(tried) == count + 1  # nothing was tried any more
             path.unlink()
         count += 1

@@ -180,7 +180,7 @@ def test_a_damaged_manifest_does_not_keep_others_from_being_removed(tmp_path):
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (lambda path: path.unlink(), "index.h5]: got No such file or directory"),
+        (lambda path: path.unlink(), "index.h5]: got no such file or folder"),
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), "index.h5]: expected "),
     ],
 )

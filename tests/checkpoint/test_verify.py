@@ -108,14 +108,14 @@ def test_a_missing_shard_which_an_index_reads_as_zeros(path):
     with h5py.File(path / "index.h5") as index:
         assert not np.any(index["net/weight"][:100])
     found = list(faults(path))
-    assert found[0] == f"{file.name}: No such file or directory"
+    assert found[0] == f"{file.name}: no such file or folder"
     assert f"index.h5, net/weight: shows elements of {file.name}, which is not there: they read as zeros" in found
 
 
 @pytest.mark.parametrize("name", ["index.h5", "manifest.json"])
 def test_a_missing_file(path, name):
     (path / name).unlink()
-    assert list(faults(path)) == [f"{name}: No such file or directory"]
+    assert list(faults(path)) == [f"{name}: no such file or folder"]
 
 
 def test_a_manifest_that_is_a_pipe(path):
@@ -142,7 +142,7 @@ def test_a_commit_file_that_is_missing(tmp_path):
     (path,) = save(tmp_path, atomic_rename=False)
     assert list(faults(path)) == []
     (path / "committed").unlink()
-    assert list(faults(path)) == ["committed: No such file, so it is not complete"]
+    assert list(faults(path)) == ["committed: no such file, so it is not complete"]
 
 
 def rewritten(path, change):

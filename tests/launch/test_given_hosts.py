@@ -83,7 +83,7 @@ def test_more_ranks_than_slots_are_a_line(batch_job) -> None:
 @pytest.mark.parametrize(
     ("variables", "says"),
     [
-        ({"PE_HOSTFILE": "/none"}, "[PE_HOSTFILE]: expected a file of hosts, got /none: No such file or directory"),
+        ({"PE_HOSTFILE": "/none"}, "[PE_HOSTFILE]: expected a file of hosts, got /none, no such file or folder"),
         (
             {"LSB_MCPU_HOSTS": "node1 2 node2"},
             "[LSB_MCPU_HOSTS]: expected hosts, each with a number of slots, got 'node2 '",

@@ -200,7 +200,9 @@ def test_a_job_that_stops_early_needs_no_words() -> None:
     assert (done.returncode, done.stderr) == (75, "")
 
 
-@pytest.mark.parametrize(("name", "value"), [("HPCDP_STALL_S", "x"), ("HPCDP_TIMEOUT_S", "-1"), ("HPCDP_SILENCE_S", "s")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("HPCDP_STALL_S", "x"), ("HPCDP_TIMEOUT_S", "-1"), ("HPCDP_SILENCE_S", "s")]
+)
 def test_limits_that_every_rank_would_refuse_start_none(name: str, value: str) -> None:
     done = launch(2, "print('started')", **{name: value})
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)

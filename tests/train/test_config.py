@@ -103,7 +103,7 @@ def test_a_flag_is_judged_together_with_the_file(tmp_path: Path) -> None:
     ("text", "says"),
     [
         ("epoch = 3", "unknown setting 'epoch' ["),
-        ("epochs = ", "expected a TOML file, got Invalid value"),
+        ("epochs = ", "expected a TOML file, got a syntax error: Invalid value"),
         ("[train]\nepochs = 3", "expected top-level settings without tables, got the table [train]"),
         ("epochs = 0", "setting epochs ["),
         ("optimizer = 'adma'", "unknown optimizer 'adma' ["),

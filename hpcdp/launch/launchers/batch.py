@@ -34,7 +34,7 @@ from typing import Protocol, TextIO
 
 from ...core.environment import batch_system, module
 from ...core.files import require_private
-from ...errors import ConfigError, LaunchError, to_stderr
+from ...errors import ConfigError, LaunchError, reason, to_stderr
 from .. import hosts as launch_hosts
 from .. import mpi_library
 from ..mpi_library import FIND_PROGRAMS, READ_BY_PROGRAMS, Dialect
@@ -157,7 +157,7 @@ def _of_grid_engine(path: str) -> Iterator[Host]:
     try:
         lines = Path(path).read_text(errors="replace").splitlines()
     except OSError as error:
-        raise _unreadable("PE_HOSTFILE", "a file of hosts", f"{path}: {error.strerror}") from error
+        raise _unreadable("PE_HOSTFILE", "a file of hosts", f"{path}, {reason(error)}") from error
     for line in lines:
         name, slots, *_ = [*line.split(), "", ""]
         if name:
@@ -325,7 +325,7 @@ def run(plan: LaunchPlan, folder: Path, submit: Callable[[], Submitted]) -> int:
             raise LaunchError(
                 "make the folder of the job",
                 where=folder,
-                got=error.strerror,
+                got=reason(error),
                 remedy="launch in a folder that you can write to and that all hosts see",
             ) from error
         try:
@@ -378,7 +378,7 @@ def call(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(argv, 124, "", f"no answer in {_ANSWER_S:g} s")
     except OSError as error:
-        raise LaunchError(f"run {argv[0]}", got=error.strerror, remedy=f"put {argv[0]} on PATH") from error
+        raise LaunchError(f"run {argv[0]}", got=reason(error), remedy=f"put {argv[0]} on PATH") from error
 
 
 def unblock() -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ...core.environment import batch_system, explained
 from ...core.files import who_else_may_write
-from ...errors import LaunchError, listed
+from ...errors import LaunchError, listed, reason
 from .. import hosts, mpi_library, process_monitor
 from ..guard_client import ALIVE, AT_ONCE, SSH, Guards, remedy
 from ..hosts import assign_ranks, of_ranks, those_of_this_machine
@@ -246,7 +246,7 @@ def run_mpirun(job: Job, *, by_ssh: bool) -> int:
             base = Path(tempfile.gettempdir())
             folder = left_behind.enter_context(process_monitor.new(base, process_monitor.of_this_host("hpcdp-hosts")))
         except OSError as error:
-            raise LaunchError("make a temporary folder", got=error.strerror, remedy="set TMPDIR") from error
+            raise LaunchError("make a temporary folder", got=reason(error), remedy="set TMPDIR") from error
         planned, library, dialect, interface = plan_mpirun(job, by_ssh=by_ssh, folder=folder)
         for path, text in planned.files.items():
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

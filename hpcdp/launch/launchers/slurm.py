@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from ...errors import LaunchError
+from ...errors import LaunchError, reason
 from .. import mpi_library
 from ..hosts import Allocation, allocation, assign_ranks, of_ranks
 from ..mpi_library import Dialect, blas_threads, program
@@ -101,7 +101,8 @@ def mpi_types() -> tuple[str, ...]:
             stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchError("srun --mpi=list", got=error) from error
+        got = reason(error) if isinstance(error, OSError) else error
+        raise LaunchError("srun --mpi=list", got=got) from error
     # "MPI plugin types are...", a name on each line; "specific pmix plugin versions available: pmix_v4"
     words = (line.removeprefix("srun:").split(":")[-1] for line in (done.stdout + done.stderr).splitlines())
     found = [name for line in words for name in re.split(r"[,\s]+", line) if re.fullmatch(r"[a-z][a-z0-9_.]*", name)]

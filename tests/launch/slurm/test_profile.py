@@ -77,7 +77,7 @@ def test_a_profile_that_the_variable_names_and_is_missing_is_named_with_it(
     Path("hpcdp-site.toml").write_text('time = "1"')
     with pytest.raises(ConfigError) as raised:
         load(environ={"HPCDP_SITE": "other.toml"})
-    assert str(raised.value) == "site profile [HPCDP_SITE=other.toml]: expected a file, got No such file or directory"
+    assert str(raised.value) == "site profile [HPCDP_SITE=other.toml]: expected a file, got no such file or folder"
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ def test_without_slurm_it_is_one_line(
             "such as --lr 0.1 and --lr 0.2 into a file: hpcdp slurm submit sweep --settings lines.txt -- hpcdp train",
         ),
         (["submit", "interactive"], "expected a template of a batch job, got interactive; run hpcdp slurm "),
-        (["render", "train", "--site", "x.toml"], "site profile [x.toml]: expected a file, got No such file"),
+        (["render", "train", "--site", "x.toml"], "site profile [x.toml]: expected a file, got no such file"),
     ],
 )
 def test_what_is_asked_wrongly(arguments: list[str], says: str, standin, capsys: pytest.CaptureFixture[str]) -> None:
