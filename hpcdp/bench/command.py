@@ -299,9 +299,9 @@ def draw(
 
 def _curves(rows: Sequence[dict[str, Any]], settings: Settings) -> list[tuple[str, list[int], list[float]]]:
     """Return labels, sizes and GB/s of hpcdp, and of the MPI library if it was measured."""
-    ours = f"hpcdp, {settings.algorithm}" if settings.benchmark in COLLECTIVES else "hpcdp"
+    label = f"hpcdp, {settings.algorithm}" if settings.benchmark in COLLECTIVES else "hpcdp"
     sizes = [row.get("total_nbytes", row["nbytes"]) for row in rows]
-    curves = [(ours, sizes, [_rate(row, row["nbytes"]) for row in rows])]
+    curves = [(label, sizes, [_rate(row, row["nbytes"]) for row in rows])]
     if "library" in rows[0]:
         curves.append(("the MPI library's own", sizes, [_rate(row["library"], row["nbytes"]) for row in rows]))
     return curves
@@ -461,57 +461,61 @@ def parse(argv: Sequence[str]) -> Settings:
     Raises:
         ConfigError: an option is invalid.
     """
-    given = parser().parse_args(argv)
-    given.benchmark = OSU_NAMES.get(given.benchmark.removeprefix("osu_"), given.benchmark.removeprefix("osu_"))
-    check_name("benchmark", given.benchmark, BENCHMARKS)
-    check_name("style", given.style, STYLES)
-    check_name("device", given.device, ("cpu",))
-    reported = given.benchmark in COLLECTIVES and given.benchmark != "iallreduce"
-    if given.style == "nccl" and not reported:
+    arguments = parser().parse_args(argv)
+    arguments.benchmark = OSU_NAMES.get(
+        arguments.benchmark.removeprefix("osu_"), arguments.benchmark.removeprefix("osu_")
+    )
+    check_name("benchmark", arguments.benchmark, BENCHMARKS)
+    check_name("style", arguments.style, STYLES)
+    check_name("device", arguments.device, ("cpu",))
+    reported = arguments.benchmark in COLLECTIVES and arguments.benchmark != "iallreduce"
+    if arguments.style == "nccl" and not reported:
         valid = ", ".join(name for name in COLLECTIVES if name != "iallreduce")
-        raise ConfigError("bench --style nccl", expected=valid, got=given.benchmark)
-    if given.plot and not given.plot.endswith(".png"):
-        raise ConfigError("bench --plot", expected="a file name ending in .png", got=repr(given.plot))
-    files = [os.path.realpath(path) for path in (given.csv, given.json, given.plot) if path]
+        raise ConfigError("bench --style nccl", expected=valid, got=arguments.benchmark)
+    if arguments.plot and not arguments.plot.endswith(".png"):
+        raise ConfigError("bench --plot", expected="a file name ending in .png", got=repr(arguments.plot))
+    files = [os.path.realpath(path) for path in (arguments.csv, arguments.json, arguments.plot) if path]
     files = [path for path in files if os.path.isfile(path) or not os.path.exists(path)]  # devices take several
     if len(set(files)) < len(files):
         raise ConfigError("bench", expected="different files for --csv, --json and --plot", got="the same file twice")
     least = {"iterations": 1, "warmup": 0, "window": 1, "tests": 0, "factor": 2}
     for name, smallest in least.items():
-        if getattr(given, name) is not None:
-            whole_number(f"bench: {name}", None, getattr(given, name), smallest, 10**9)
-    if given.validate is not None:
-        whole_number("bench -c", None, given.validate, 0, 1, expected="0 or 1")
+        if getattr(arguments, name) is not None:
+            whole_number(f"bench: {name}", None, getattr(arguments, name), smallest, 10**9)
+    if arguments.validate is not None:
+        whole_number("bench -c", None, arguments.validate, 0, 1, expected="0 or 1")
     for name, used_by, usual in (("algorithm", COLLECTIVES, "auto"), ("op", REDUCING, "sum"), ("root", ROOTED, 0)):
-        value = getattr(given, name)
-        if value != usual and given.benchmark not in used_by:
+        value = getattr(arguments, name)
+        if value != usual and arguments.benchmark not in used_by:
             flag = "root-rank" if name == "root" else name
-            raise ConfigError(f"bench {given.benchmark} --{flag}", expected=f"one of {', '.join(used_by)}", got=value)
-    dtype = given.dtype or ("float32" if given.benchmark in COLLECTIVES else "int8")
+            raise ConfigError(
+                f"bench {arguments.benchmark} --{flag}", expected=f"one of {', '.join(used_by)}", got=value
+            )
+    dtype = arguments.dtype or ("float32" if arguments.benchmark in COLLECTIVES else "int8")
     dtype = OSU_DTYPES.get(dtype.lower(), dtype)
     check_name("dtype", dtype, _DTYPES)
-    fields = {name: value for name, value in vars(given).items() if name in Settings.__dataclass_fields__}
-    fields |= {"sizes": _sizes(given, dtype), "dtype": dtype}
-    fields |= {"validate": given.validate != 0, "shows_validation": given.validate == 1}
+    fields = {name: value for name, value in vars(arguments).items() if name in Settings.__dataclass_fields__}
+    fields |= {"sizes": _sizes(arguments, dtype), "dtype": dtype}
+    fields |= {"validate": arguments.validate != 0, "shows_validation": arguments.validate == 1}
     return Settings(**fields)
 
 
-def _sizes(given: argparse.Namespace, dtype: str) -> tuple[int, ...]:
+def _sizes(arguments: argparse.Namespace, dtype: str) -> tuple[int, ...]:
     """Return the sizes of OSU's forms MIN:MAX, MAX and MIN:, rounded down to whole elements."""
     from ..core.arrays import dtype_of
     from .measure import parse_size, size_range
 
     itemsize = dtype_of(dtype).itemsize
-    low, high = given.sizes.split(":", 1) if ":" in given.sizes else ("", given.sizes)
-    usual = (f"{itemsize}", "4M") if given.benchmark in PAIRS else (f"{max(4, itemsize)}", "64M")
+    low, high = arguments.sizes.split(":", 1) if ":" in arguments.sizes else ("", arguments.sizes)
+    usual = (f"{itemsize}", "4M") if arguments.benchmark in PAIRS else (f"{max(4, itemsize)}", "64M")
     text = f"{low or usual[0]}:{high or usual[1]}"
-    rounded = dict.fromkeys(size // itemsize * itemsize for size in size_range(text, given.factor))
-    most = parse_size(given.most) if given.most else None
+    rounded = dict.fromkeys(size // itemsize * itemsize for size in size_range(text, arguments.factor))
+    most = parse_size(arguments.most) if arguments.most else None
     sizes = tuple(size for size in rounded if size > 0 and (most is None or size <= most))
     if not sizes and most is not None:
-        raise ConfigError("bench --mem-limit", expected=f"{min(rounded)} bytes or more", got=given.most)
+        raise ConfigError("bench --mem-limit", expected=f"{min(rounded)} bytes or more", got=arguments.most)
     if not sizes:
-        raise ConfigError("size range", expected=f"at least {itemsize} bytes, a {dtype}", got=repr(given.sizes))
+        raise ConfigError("size range", expected=f"at least {itemsize} bytes, a {dtype}", got=repr(arguments.sizes))
     return sizes
 
 
@@ -583,9 +587,9 @@ def _write_files(
     from .measure import as_json, describe, write
 
     def report() -> str:
-        asked = {name: value for name, value in vars(settings).items() if name not in ("csv", "json", "plot")}
+        options = {name: value for name, value in vars(settings).items() if name not in ("csv", "json", "plot")}
         about = {"library": world.library, "machine": describe(world), "limit": limit}
-        return as_json({**asked, **about, "rows": rows})
+        return as_json({**options, **about, "rows": rows})
 
     contents: list[tuple[str | None, Callable[[], bytes | str]]] = [
         (settings.csv, lambda: as_csv(rows)),
@@ -645,9 +649,9 @@ def _rows(settings: Settings, world: World) -> Iterator[Row]:
         return communication.sweep_pairs(pairs, sizes, world, beside_library=beside)
     library_lacks = settings.op == "mean" and dtype.kind in "iu"
     beside = beside and settings.algorithm != "native" and not library_lacks
-    asked: dict[str, Any] = {"op": settings.op, "algorithm": settings.algorithm, **timings}
+    options: dict[str, Any] = {"op": settings.op, "algorithm": settings.algorithm, **timings}
     how = communication.CollectiveSweep(
-        settings.benchmark, out_of_place=settings.style == "nccl", root=settings.root, **asked
+        settings.benchmark, out_of_place=settings.style == "nccl", root=settings.root, **options
     )
     if settings.benchmark == "iallreduce":
         return communication.overlap_sweep(how, sizes, world, tests=settings.tests, beside_library=beside)

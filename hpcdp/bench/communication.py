@@ -564,7 +564,9 @@ def overlap_sweep(
                 for (plain, start), count in zip(starts, steps, strict=True)
             ]
             ranks = gather(world, alternate(candidates, world.comm.barrier, schedule, how.validate))
-            return [_phases(world, ranks[each.name], each.phases[schedule.warmup :]) for each in candidates]
+            return [
+                _phases(world, ranks[candidate.name], candidate.phases[schedule.warmup :]) for candidate in candidates
+            ]
 
         alone = timed([0] * len(starts), 0)
         beside = timed([compute.steps_for(1e3 * phases.timing.avg) for phases in alone], tests)

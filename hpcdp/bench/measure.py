@@ -85,10 +85,10 @@ class FreshData:
     def write(self, x: np.ndarray, iteration: int) -> None:
         """Overwrite ``x``, shape ``(count,)``, with this rank's input, from a block that fits into the L1 cache."""
         block = self._block(self._rank, iteration)
-        whole = x.size // _PERIOD * _PERIOD
-        if whole:
-            x[:whole].reshape(-1, _PERIOD)[...] = block
-        x[whole:] = block[: x.size - whole]
+        num_whole = x.size // _PERIOD * _PERIOD
+        if num_whole:
+            x[:num_whole].reshape(-1, _PERIOD)[...] = block
+        x[num_whole:] = block[: x.size - num_whole]
 
     def reduced(self, iteration: int) -> np.ndarray:
         """Return the block of which the correct reduction of all ranks' inputs is a repetition."""
@@ -103,8 +103,8 @@ class FreshData:
         tolerance = 0.0
         if is_float(self._dtype):
             eps = _BFLOAT16_EPS if self._dtype.name == BFLOAT16 else float(np.finfo(self._dtype).eps)
-            whole = self._op == "sum" and self._largest * self._ranks <= 2 / eps
-            tolerance = 0.0 if whole or self._op in ("min", "max") else 10 * eps
+            is_exact = self._op == "sum" and self._largest * self._ranks <= 2 / eps
+            tolerance = 0.0 if is_exact or self._op in ("min", "max") else 10 * eps
         return count_wrong(result, np.roll(self.reduced(iteration), -start), tolerance)
 
     def wrong_input(self, result: np.ndarray, iteration: int, rank: int, start: int = 0) -> int:
@@ -126,8 +126,8 @@ def count_wrong(result: np.ndarray, block: np.ndarray, tolerance: float) -> int:
     count = 0
     for start in range(0, result.size, block.size):
         piece = result[start : start + block.size]
-        wanted = block[: piece.size]
-        close = piece == wanted if tolerance == 0 else np.isclose(_wide(piece), _wide(wanted), rtol=tolerance)
+        expected = block[: piece.size]
+        close = piece == expected if tolerance == 0 else np.isclose(_wide(piece), _wide(expected), rtol=tolerance)
         count += piece.size - int(np.count_nonzero(close))
     return count
 

@@ -177,7 +177,7 @@ def _ping_pong_s(world: World, first: bool, peer: int, nbytes: int) -> float:
     """Return half the time of a round trip of newly written data."""
     x, y, token = _block(nbytes), _block(nbytes), np.zeros(1, np.uint8)
     data = FreshData(world.rank, world.size, np.uint8)
-    taken = []
+    seconds = []
     for number in range(_rounds(nbytes) + 2):
         data.write(x, number)
         for message, answer in ((token, token), (x, y)):  # the token synchronizes the two ranks
@@ -187,15 +187,15 @@ def _ping_pong_s(world: World, first: bool, peer: int, nbytes: int) -> float:
                     world.comm.isend(message, peer, _DATA).wait()
                 else:
                     world.comm.irecv(answer, peer, _DATA).wait()
-        taken.append(time.perf_counter() - begin)
-    return float(np.median(taken[2:])) / 2
+        seconds.append(time.perf_counter() - begin)
+    return float(np.median(seconds[2:])) / 2
 
 
 def _stream_s(world: World, peers: dict[int, int], nbytes: int) -> float:
     """Return the time until all messages have arrived that the ranks in ``peers`` send to their peers at once."""
     sources = {dest: source for source, dest in peers.items()}
     x, y, data = _block(nbytes), _block(nbytes), FreshData(world.rank, world.size, np.uint8)
-    taken = []
+    seconds = []
     for number in range(_rounds(nbytes)):
         data.write(x, number)
         world.barrier()
@@ -204,18 +204,18 @@ def _stream_s(world: World, peers: dict[int, int], nbytes: int) -> float:
         requests += [world.comm.isend(x, peers[world.rank], _DATA)] if world.rank in peers else []
         for request in requests:
             request.wait()
-        taken.append(time.perf_counter() - begin)
-    every = np.array(world.comm.allgather_json(taken))
+        seconds.append(time.perf_counter() - begin)
+    every = np.array(world.comm.allgather_json(seconds))
     return float(np.median(every.max(axis=0)))
 
 
 def _median_s(call: Callable[[], Any], repeats: int) -> float:
-    taken = []
+    seconds = []
     for _ in range(repeats + 2):
         begin = time.perf_counter()
         call()
-        taken.append(time.perf_counter() - begin)
-    return float(np.median(taken[2:]))
+        seconds.append(time.perf_counter() - begin)
+    return float(np.median(seconds[2:]))
 
 
 class _NodeStaging:
@@ -247,16 +247,16 @@ class _NodeStaging:
             for segment in segments:
                 np.add(segment, other[: segment.size], out=segment)
 
-        taken: dict[Callable[[], None], list[float]] = {copy: [], reduce: []}
+        times: dict[Callable[[], None], list[float]] = {copy: [], reduce: []}
         for number in range(_rounds(nbytes)):
-            for do, seconds in taken.items():
+            for do, seconds in times.items():
                 mine[...] = number % 3
                 self._gate.barrier()
                 begin = time.perf_counter()
                 do()
                 seconds.append(time.perf_counter() - begin)
                 self._gate.barrier()
-        copied, reduced = (float(np.median(seconds[1:])) for seconds in taken.values())
+        copied, reduced = (float(np.median(seconds[1:])) for seconds in times.values())
         return copied, reduced
 
 
@@ -275,12 +275,12 @@ def _task_message_s(world: World, peer: int) -> float:
         for _ in range(rounds):
             yield [world.comm.isend(x, peer, tag), world.comm.irecv(y, peer, tag)]
 
-    taken = []
+    seconds = []
     for _ in range(7):
         begin = time.perf_counter()
         TaskGroup([swap(_DATA + lane) for lane in range(LANES)]).wait()
-        taken.append((time.perf_counter() - begin) / (rounds * LANES))
-    return float(np.median(taken))
+        seconds.append((time.perf_counter() - begin) / (rounds * LANES))
+    return float(np.median(seconds))
 
 
 def _slowest(world: World, seconds: float) -> float:
@@ -302,7 +302,7 @@ def copy_rates(world: World, nbytes: int = _COPIED_NBYTES, repeats: int = 5) -> 
                 np.copyto(target, source)
             seconds[how].append(time.perf_counter() - begin)
             world.comm.barrier()
-    medians = world.comm.allgather_json({how: float(np.median(taken)) for how, taken in seconds.items()})
+    medians = world.comm.allgather_json({how: float(np.median(times)) for how, times in seconds.items()})
     return {
         "one_core_gb_s": nbytes / medians[0]["one_core"] / 1e9,
         "all_cores_gb_s": world.size * nbytes / max(rank["all_cores"] for rank in medians) / 1e9,
@@ -475,23 +475,23 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: an option is invalid, or the measurement is impossible; on every rank.
     """
-    given = parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
 
-    for name in given.collectives:
+    for name in arguments.collectives:
         one_of("tune", "collective", name, registry.TUNED)
-    sizes = size_range(given.sizes or ("4:4M" if given.quick else "4:64M"), 4 if given.quick else 2)
+    sizes = size_range(arguments.sizes or ("4:4M" if arguments.quick else "4:64M"), 4 if arguments.quick else 2)
     if sizes[0] < 4:
-        raise ConfigError("tune -m", expected="4 bytes or more, a float32", got=given.sizes)
+        raise ConfigError("tune -m", expected="4 bytes or more, a float32", got=arguments.sizes)
 
     world = comm.init()
-    if given.show:
+    if arguments.show:
         show(world)
         return 0
     if world.size > 1:
         registry.fingerprint(world)
         pin_to_own_core(world)
-    effort = Effort.quick(sizes) if given.quick else Effort(sizes)
-    return tune(world, effort, given.dry_run, given.collectives)
+    effort = Effort.quick(sizes) if arguments.quick else Effort(sizes)
+    return tune(world, effort, arguments.dry_run, arguments.collectives)
 
 
 @dataclass(frozen=True)

@@ -101,16 +101,16 @@ def main(argv: Sequence[str]) -> int:
     if argv and not argv[0].startswith("-"):
         check_name("checkpoint command", argv[0], ("ls", "show", "verify", "diff", "export", "prune"))
     made = parser()
-    given, more = made.parse_known_args(argv)
-    if given.run is _show and not given.name and more and not more[0].startswith("-"):
-        given.name = more.pop(0)  # argparse accepts no optional argument after an option
+    arguments, more = made.parse_known_args(argv)
+    if arguments.run is _show and not arguments.name and more and not more[0].startswith("-"):
+        arguments.name = more.pop(0)  # argparse accepts no optional argument after an option
     if more:
-        made.refuse(more, given)
-    if given.run is None:
+        made.refuse(more, arguments)
+    if arguments.run is None:
         remedy = "list the commands with hpcdp checkpoint -h"
         raise ConfigError("checkpoint", expected="a command", got="none", remedy=remedy)
     try:
-        status: int = given.run(given)
+        status: int = arguments.run(arguments)
     except OSError as error:
         if error.filename is None:  # an error of standard output
             raise
@@ -123,21 +123,21 @@ def _say(*lines: str) -> None:
     print("\n".join(map(printable, lines)), flush=True)
 
 
-def _ls(given: argparse.Namespace) -> int:
+def _ls(arguments: argparse.Namespace) -> int:
     from ..checkpoint.directory import overview
     from . import format
 
-    folder = overview(given.path)
-    _say(*(json.dumps(format.as_json(folder), indent=2).splitlines() if given.json else format.lines(folder)))
+    folder = overview(arguments.path)
+    _say(*(json.dumps(format.as_json(folder), indent=2).splitlines() if arguments.json else format.lines(folder)))
     return 0
 
 
-def _show(given: argparse.Namespace) -> int:
+def _show(arguments: argparse.Namespace) -> int:
     from ..checkpoint import directory, inspect, manifest
     from . import format
 
-    path, name = directory.chosen(given.path, given.step), given.name.strip("/")
-    with directory.offering_another(given.path, path):
+    path, name = directory.chosen(arguments.path, arguments.step), arguments.name.strip("/")
+    with directory.offering_another(arguments.path, path):
         contents = manifest.read(path)
         tensor = format.tensor_called(contents, name) if name else None
         if tensor is None:
@@ -150,12 +150,12 @@ def _show(given: argparse.Namespace) -> int:
     return 0
 
 
-def _verify(given: argparse.Namespace) -> int:
+def _verify(arguments: argparse.Namespace) -> int:
     from ..checkpoint import directory, inspect
     from . import format
 
     paths: list[Path] = []
-    for path in given.paths:
+    for path in arguments.paths:
         is_one = directory.is_checkpoint(path)
         checkpoints = [path] if is_one else [seen.path for seen in directory.overview(path).checkpoints]
         if not checkpoints:
@@ -181,15 +181,15 @@ def _verify(given: argparse.Namespace) -> int:
     return 0 if good and len(good) + num_removed == len(paths) else 1
 
 
-def _diff(given: argparse.Namespace) -> int:
+def _diff(arguments: argparse.Namespace) -> int:
     from ..checkpoint import directory, inspect, manifest
     from . import format
 
-    a, b = directory.chosen(given.a), directory.chosen(given.b)
+    a, b = directory.chosen(arguments.a), directory.chosen(arguments.b)
     contents = manifest.read(a)
     _say(f"A  {a}", f"B  {b}")
     with format.BytesBar("compared", contents.nbytes) as bar:
-        differences = list(inspect.differences(a, b, given.rtol, given.atol, bar.tell))
+        differences = list(inspect.differences(a, b, arguments.rtol, arguments.atol, bar.tell))
     for difference in inspect.folded(differences):
         _say(f"{difference.name or 'the state'}: {difference.what}")
     same = f"no difference in {format.counted(len(contents.tensors), 'tensor')} and all values"
@@ -197,22 +197,24 @@ def _diff(given: argparse.Namespace) -> int:
     return 1 if differences else 0
 
 
-def _export(given: argparse.Namespace) -> int:
+def _export(arguments: argparse.Namespace) -> int:
     from ..checkpoint import directory, inspect
     from . import format
 
-    kind = given.format or _SUFFIXES.get(given.out.suffix)
+    kind = arguments.format or _SUFFIXES.get(arguments.out.suffix)
     if kind is None:
-        raise ConfigError("export", where=given.out, expected=f"a name that ends in {', '.join(_SUFFIXES)}",
-                          got=given.out.suffix or "no suffix", remedy="rename it, or use --format")  # fmt: skip
+        raise ConfigError("export", where=arguments.out, expected=f"a name that ends in {', '.join(_SUFFIXES)}",
+                          got=arguments.out.suffix or "no suffix", remedy="rename it, or use --format")  # fmt: skip
     check_name("format", kind, [*inspect.WRITERS, "pt"])
-    path = directory.chosen(given.path, given.step, given.best)
-    with directory.offering_another(given.path, path):
-        chosen = inspect.choose_tensors(path, given.name)
+    path = directory.chosen(arguments.path, arguments.step, arguments.best)
+    with directory.offering_another(arguments.path, path):
+        chosen = inspect.choose_tensors(path, arguments.name)
         writer = _torch_writer() if kind == "pt" else inspect.WRITERS[kind]
-        with format.BytesBar(given.out.name, chosen.nbytes) as bar:
-            nbytes = inspect.export(chosen, given.out, writer, given.overwrite, bar.tell)
-    line = f"{given.out}: {format.counted(len(chosen.tensors), 'tensor')} of step {chosen.step}, {format.size(nbytes)}"
+        with format.BytesBar(arguments.out.name, chosen.nbytes) as bar:
+            nbytes = inspect.export(chosen, arguments.out, writer, arguments.overwrite, bar.tell)
+    line = (
+        f"{arguments.out}: {format.counted(len(chosen.tensors), 'tensor')} of step {chosen.step}, {format.size(nbytes)}"
+    )
     left_out = [] if kind == "pt" or not chosen.others else [format.counted(len(chosen.others), "value")]
     if chosen.per_rank:
         left_out.append(format.counted(len(chosen.per_rank), "per-rank entry", "per-rank entries"))
@@ -226,16 +228,16 @@ def _torch_writer() -> Writer:
     return checkpoint_adapters.write
 
 
-def _prune(given: argparse.Namespace) -> int:
+def _prune(arguments: argparse.Namespace) -> int:
     from ..checkpoint import directory, inspect
     from . import format
 
-    path = directory.checkpoints_folder(given.path)
+    path = directory.checkpoints_folder(arguments.path)
     with format.BytesBar("verify what stays", directory.size_of(path)) as bar:
-        done = inspect.prune(path, given.keep, given.keep_every, given.best, given.dry_run, bar.tell)
+        done = inspect.prune(path, arguments.keep, arguments.keep_every, arguments.best, arguments.dry_run, bar.tell)
     for step, fault in done.damaged.items():
         _say(f"step {step} stays, but is damaged: {fault}")
-    verb = "would remove" if given.dry_run else "removed"
+    verb = "would remove" if arguments.dry_run else "removed"
     for file, nbytes in done.left_over.items():
         _say(f"{verb} {file.name}, left over: {format.size(nbytes)}")
     for step, nbytes in done.steps.items():

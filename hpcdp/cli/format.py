@@ -183,26 +183,28 @@ class _Placeholder:
 _TENSORS = _Placeholder()
 
 
-def whole(found: Manifest, path: Path) -> Iterator[str]:
+def whole(manifest: Manifest, path: Path) -> Iterator[str]:
     """Yield the lines of a whole checkpoint."""
-    nbytes = sum(file.nbytes for file in found.files)
-    ranks, nodes = (found.world.get(name, "?") for name in ("size", "num_nodes"))
+    nbytes = sum(file.nbytes for file in manifest.files)
+    ranks, nodes = (manifest.world.get(name, "?") for name in ("size", "num_nodes"))
     yield from fact("checkpoint", str(path))
-    yield from fact("step", f"{found.step}, written {local_time(found.written)}")
+    yield from fact("step", f"{manifest.step}, written {local_time(manifest.written)}")
     yield from fact("world", f"ranks {ranks}, nodes {nodes}")
-    tensors, files = counted(len(found.tensors), "tensor"), counted(len(found.files), "file")
-    yield from fact("size", f"{size(found.nbytes)} of elements in {tensors}, {size(nbytes)} in {files}")
-    yield from fact("versions", ", ".join(f"{name} {' '.join(what.split())}" for name, what in found.versions.items()))
-    if found.metrics:
-        yield from fact("metrics", numbers(found.metrics))
-    yield from _section("config", tree(found.config, 2))
-    yield from part(found, "")
+    tensors, files = counted(len(manifest.tensors), "tensor"), counted(len(manifest.files), "file")
+    yield from fact("size", f"{size(manifest.nbytes)} of elements in {tensors}, {size(nbytes)} in {files}")
+    yield from fact(
+        "versions", ", ".join(f"{name} {' '.join(what.split())}" for name, what in manifest.versions.items())
+    )
+    if manifest.metrics:
+        yield from fact("metrics", numbers(manifest.metrics))
+    yield from _section("config", tree(manifest.config, 2))
+    yield from part(manifest, "")
 
 
-def part(found: Manifest, name: str) -> Iterator[str]:
+def part(manifest: Manifest, name: str) -> Iterator[str]:
     """Yield the lines of the tensors and values below a name; ``""`` for all."""
-    form = flatten.below(found.state, name) if name else found.state
-    tensors = [(path, found.tensors[node["tensor"]]) for path, node in flatten.entries(form, name)
+    form = flatten.below(manifest.state, name) if name else manifest.state
+    tensors = [(path, manifest.tensors[node["tensor"]]) for path, node in flatten.entries(form, name)
                if isinstance(node, dict) and "tensor" in node]  # fmt: skip
     if tensors:
         yield from [""] if not name else []
@@ -238,28 +240,28 @@ def _values(form: flatten.Form) -> Any:
         first = _values(content[0]) if content else _NO_VALUE
         return first if first is _NO_VALUE else {f"rank 0 of {len(content)}": first}
     if tag == "dict":
-        kept = {key: _values(node) for key, node in content}
-        kept = {key: value for key, value in kept.items() if value is not _NO_VALUE}
-        return kept if kept or not content else _NO_VALUE
+        values = {key: _values(node) for key, node in content}
+        values = {key: value for key, value in values.items() if value is not _NO_VALUE}
+        return values if values or not content else _NO_VALUE
     listed = [*map(_values, content)]
     if content and all(value is _NO_VALUE for value in listed):
         return _NO_VALUE
     return (tuple if tag == "tuple" else list)(_TENSORS if value is _NO_VALUE else value for value in listed)
 
 
-def tensor_called(found: Manifest, name: str) -> StoredTensor | None:
+def tensor_called(manifest: Manifest, name: str) -> StoredTensor | None:
     """Return the tensor of that name; None for the name of a container.
 
     Raises:
         ConfigError: the name is unknown.
     """
-    nodes = dict(flatten.entries(found.state))
+    nodes = dict(flatten.entries(manifest.state))
     if name in nodes:
         node = nodes[name]
-        return found.tensors[node["tensor"]] if isinstance(node, dict) and "tensor" in node else None
+        return manifest.tensors[node["tensor"]] if isinstance(node, dict) and "tensor" in node else None
     if any(path.startswith(f"{name}/") for path in nodes):
         return None
-    raise inspect.no_such_name("show", found.state, name)
+    raise inspect.no_such_name("show", manifest.state, name)
 
 
 def one(name: str, tensor: StoredTensor, of: TensorStatistics) -> Iterator[str]:

@@ -76,58 +76,62 @@ def main(argv: Sequence[str]) -> int:
         LaunchError: the job cannot be started.
     """
     made = parser()
-    given, unknown = made.parse_known_args(argv)
-    words = unknown or given.program[:1]
+    arguments, unknown = made.parse_known_args(argv)
+    words = unknown or arguments.program[:1]
     if words and words[0].startswith("-") and words[0] != "--":
-        made.refuse(words, given)
-    name = given.launcher or launchers.usual(given.hosts is not None, os.environ)
+        made.refuse(words, arguments)
+    name = arguments.launcher or launchers.usual(arguments.hosts is not None, os.environ)
     check_name("launcher", name, launchers.LAUNCHERS)
-    if name in ("mpi", "slurm") or (given.launcher is None and name == "local"):
+    if name in ("mpi", "slurm") or (arguments.launcher is None and name == "local"):
         require_one_component()
-    job = _job(given)
+    job = _job(arguments)
     if job.batch_args and name not in launchers.WITH_BATCH_ARGS:
         raise ConfigError(
             f"launch --batch-args with --launcher {name}", expected=f"{' or '.join(launchers.WITH_BATCH_ARGS)}",
             got=repr(job.batch_args),
         )  # fmt: skip
     launcher = launchers.launcher(name)
-    if given.dry_run:
+    if arguments.dry_run:
         print(launcher.plan(job))
         return 0
     return launcher.run(job)
 
 
-def _job(given: argparse.Namespace) -> Job:
-    env = dict(pair for text in given.env for pair in _variables(text))
-    program = _words(given.program[1:] if given.program[:1] == ["--"] else given.program, env.get("PATH"))
-    servers = _number("-s", "servers", given.servers, least=0)
-    ranks = _ranks_of_the_job(given, servers) if given.ranks is None else _number("-n", "ranks", given.ranks, least=1)
-    per_node = given.ranks_per_node
+def _job(arguments: argparse.Namespace) -> Job:
+    env = dict(pair for text in arguments.env for pair in _variables(text))
+    program = _words(arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program, env.get("PATH"))
+    servers = _number("-s", "servers", arguments.servers, least=0)
+    ranks = (
+        _ranks_of_the_job(arguments, servers)
+        if arguments.ranks is None
+        else _number("-n", "ranks", arguments.ranks, least=1)
+    )
+    per_node = arguments.ranks_per_node
     if not program:
         remedy = "add it, e.g. hpcdp launch -n 2 -- python train.py"
         raise ConfigError("launch", expected="a program after --", remedy=remedy)
-    if given.bind is not None:
-        check_name("--bind", given.bind, BINDINGS)
+    if arguments.bind is not None:
+        check_name("--bind", arguments.bind, BINDINGS)
     return Job(
         tuple(program),
         ranks,
         servers,
-        hosts=() if given.hosts is None else hosts.read(given.hosts),
+        hosts=() if arguments.hosts is None else hosts.read(arguments.hosts),
         ranks_per_node=None if per_node is None else _number("--ranks-per-node", "ranks", per_node, least=1),
         env=env,
-        interface=given.interface,
-        bind=given.bind,
-        sync_dst_dir=given.sync_dst_dir,
-        mpi_args=given.mpi_args,
-        batch_args=given.batch_args,
-        tag_output=given.tag_output,
-        verbose=given.verbose,
+        interface=arguments.interface,
+        bind=arguments.bind,
+        sync_dst_dir=arguments.sync_dst_dir,
+        mpi_args=arguments.mpi_args,
+        batch_args=arguments.batch_args,
+        tag_output=arguments.tag_output,
+        verbose=arguments.verbose,
     )
 
 
-def _ranks_of_the_job(given: argparse.Namespace, servers: int) -> int:
+def _ranks_of_the_job(arguments: argparse.Namespace, servers: int) -> int:
     """Return the number of tasks of the Slurm job, without the servers."""
-    allocated = None if given.hosts is not None else allocation()
+    allocated = None if arguments.hosts is not None else allocation()
     if allocated is None:
         parser().error("the following arguments are required: -n/--ranks")
     if allocated.tasks <= servers:
@@ -135,10 +139,10 @@ def _ranks_of_the_job(given: argparse.Namespace, servers: int) -> int:
     return allocated.tasks - servers
 
 
-def _number(option: str, what: str, text: str, *, least: int) -> int:
+def _number(option: str, noun: str, text: str, *, least: int) -> int:
     if not re.fullmatch("[0-9]{1,7}", text) or not least <= int(text) <= _MOST_RANKS:
         raise ConfigError(
-            f"launch {option}", expected=f"a number of {what}, {least} to {_MOST_RANKS:,}", got=repr(text)
+            f"launch {option}", expected=f"a number of {noun}, {least} to {_MOST_RANKS:,}", got=repr(text)
         )
     return int(text)
 
@@ -149,11 +153,11 @@ def _words(program: Sequence[str], path: str | None) -> list[str]:
     A first word with blanks that names no file is split as a shell does: launchers of key-value stores accept a program
     and its arguments as one word, ``"python dist.py"``.
     """
-    first, *others = program or [""]
+    first, *arguments = program or [""]
     if not re.search(r"\s", first) or os.path.exists(first) or shutil.which(first, path=path) is not None:
         return [*program]
     try:
-        return [*shlex.split(first), *others]
+        return [*shlex.split(first), *arguments]
     except ValueError as error:
         raise ConfigError(
             "launch", expected="a program, or a program and its arguments as one word in shell syntax",
@@ -167,14 +171,16 @@ def _variables(text: str) -> list[tuple[str, str]]:
         return [_variable(text)]
     valid = 'an object of strings, such as {"KEY": "value"}'
     try:
-        found = json.loads(Path(text[1:]).read_bytes())
+        variables = json.loads(Path(text[1:]).read_bytes())
     except OSError as error:
         raise ConfigError("launch --env", where=text[1:], expected="a file of variables", got=reason(error)) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError("launch --env", where=text[1:], expected=valid, got="no JSON") from error
-    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
-        raise ConfigError("launch --env", where=text[1:], expected=valid, got=f"{type_named(found)} of another content")
-    return [_checked(name, value) for name, value in found.items()]
+    if not isinstance(variables, dict) or not all(isinstance(value, str) for value in variables.values()):
+        raise ConfigError(
+            "launch --env", where=text[1:], expected=valid, got=f"{type_named(variables)} of another content"
+        )
+    return [_checked(name, value) for name, value in variables.items()]
 
 
 def _variable(text: str) -> tuple[str, str]:

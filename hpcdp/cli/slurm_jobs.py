@@ -92,57 +92,59 @@ def main(argv: Sequence[str]) -> int:
     if "--" in argv:
         at = options.index("--")
         options, program = options[:at], options[at + 1 :]
-    given = parser().parse_args(options)
-    given.program = program
-    if given.run is None:
+    arguments = parser().parse_args(options)
+    arguments.program = program
+    if arguments.run is None:
         raise ConfigError("slurm", expected="a command", got="none", remedy="list the commands with hpcdp slurm -h")
-    status: int = given.run(given)
+    status: int = arguments.run(arguments)
     return status
 
 
-def _script(given: argparse.Namespace) -> Script:
+def _script(arguments: argparse.Namespace) -> Script:
     from ..launch import slurm_scripts
 
-    check_name("template", given.template, slurm_scripts.TEMPLATES)
-    if given.template == "sweep" and given.settings is None:
+    check_name("template", arguments.template, slurm_scripts.TEMPLATES)
+    if arguments.template == "sweep" and arguments.settings is None:
         raise ConfigError(
             "sweep", expected="--settings FILE, a line of further arguments for each task", got="none",
             remedy="write lines such as --lr 0.1 and --lr 0.2 into a file: "
             "hpcdp slurm submit sweep --settings lines.txt -- hpcdp train",
         )  # fmt: skip
-    if given.gres is not None and given.template not in ("train-gpu", "interactive"):
-        raise ConfigError("--gres", expected="the template train-gpu or interactive", got=given.template)
-    flags = {name: getattr(given, name) for name in ("time", "partition", "account", "gres")}
-    site = slurm_scripts.load(given.site).with_flags({name: text for name, text in flags.items() if text is not None})
+    if arguments.gres is not None and arguments.template not in ("train-gpu", "interactive"):
+        raise ConfigError("--gres", expected="the template train-gpu or interactive", got=arguments.template)
+    flags = {name: getattr(arguments, name) for name in ("time", "partition", "account", "gres")}
+    site = slurm_scripts.load(arguments.site).with_flags(
+        {name: text for name, text in flags.items() if text is not None}
+    )
     request = slurm_scripts.ScriptRequest(
-        template=given.template,
-        program=tuple(given.program),
-        nodes=given.nodes,
-        ranks_per_node=given.ranks_per_node,
-        cpus_per_task=given.cpus_per_task,
-        name=given.name,
-        settings=slurm_scripts.read_settings(given.settings) if given.settings is not None else (),
-        at_once=given.at_once,
-        requeues=given.requeues,
+        template=arguments.template,
+        program=tuple(arguments.program),
+        nodes=arguments.nodes,
+        ranks_per_node=arguments.ranks_per_node,
+        cpus_per_task=arguments.cpus_per_task,
+        name=arguments.name,
+        settings=slurm_scripts.read_settings(arguments.settings) if arguments.settings is not None else (),
+        at_once=arguments.at_once,
+        requeues=arguments.requeues,
     )
     return slurm_scripts.render(request, site)
 
 
-def _render(given: argparse.Namespace) -> int:
-    print(_script(given).text, end="")
+def _render(arguments: argparse.Namespace) -> int:
+    print(_script(arguments).text, end="")
     return 0
 
 
-def _submit(given: argparse.Namespace) -> int:
+def _submit(arguments: argparse.Namespace) -> int:
     from ..launch import slurm_scripts
 
-    if given.template == "interactive":
+    if arguments.template == "interactive":
         raise ConfigError(
             "slurm submit", expected="a template of a batch job", got="interactive",
             remedy="run hpcdp slurm render interactive >session.sh; bash session.sh",
         )  # fmt: skip
-    script = _script(given)
-    if given.dry_run:
+    script = _script(arguments)
+    if arguments.dry_run:
         print(script.text, end="")
         print(f"# would be written to {os.path.join(script.folder, script.name)}-TIME.sbatch")
         _print_requested(script)
@@ -166,24 +168,24 @@ def _print_requested(script: Script) -> None:
         to_stderr(line)
 
 
-def _status(given: argparse.Namespace) -> int:
+def _status(arguments: argparse.Namespace) -> int:
     from ..launch import slurm_scripts
 
-    jobs, unknown = slurm_scripts.jobs(given.jobs) if given.jobs else (slurm_scripts.own_jobs(), [])
+    jobs, unknown = slurm_scripts.jobs(arguments.jobs) if arguments.jobs else (slurm_scripts.own_jobs(), [])
     rows = [("JOB", "STATE", "TIME", "WHERE", "NAME")]
     rows += [(job.number, job.state, job.took, job.where, job.name) for job in jobs]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows if jobs else []:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    if not given.jobs and not jobs:
+    if not arguments.jobs and not jobs:
         print("no job of yours is in the queue")
     slurm_scripts.refuse_unknown(unknown)
     return 0
 
 
-def _cancel(given: argparse.Namespace) -> int:
+def _cancel(arguments: argparse.Namespace) -> int:
     from ..launch import slurm_scripts
 
-    for line in slurm_scripts.cancel(given.jobs, given.save):
+    for line in slurm_scripts.cancel(arguments.jobs, arguments.save):
         print(line)
     return 0

@@ -123,8 +123,8 @@ def _train_here(config: TrainConfig, settings: dict[str, Any]) -> int:
         if sys.stdout.isatty():  # end the line of the progress bar, and show the cursor again
             with contextlib.suppress(OSError):
                 print("\x1b[?25h", flush=True)
-        kept = f"; its files are in {folder}" if os.path.exists(folder) else ""
-        return fail(f"{_ended_by(status)}, all ranks have ended{kept}{_how_to_go_on(folder)}", status)
+        files = f"; its files are in {folder}" if os.path.exists(folder) else ""
+        return fail(f"{_ended_by(status)}, all ranks have ended{files}{_how_to_go_on(folder)}", status)
     if status not in (0, 2) and (how := _how_to_go_on(folder)):  # 2: a wrong argument
         return fail(f"the run has ended with status {status}{how}", status)
     return status

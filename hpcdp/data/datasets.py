@@ -139,12 +139,12 @@ class Dataset(abc.ABC):
         return self[np.zeros(0, np.int64)][0].shape[1:]
 
 
-def require_dataset(operation: str, given: object) -> None:
-    """Raise `ConfigError` unless ``given`` has ``__getitem__`` and ``__len__``, and is no plain array or container."""
-    is_one = hasattr(given, "__getitem__") and hasattr(given, "__len__")
-    if not is_one or isinstance(given, tuple | list | dict | str | np.ndarray):
+def require_dataset(operation: str, dataset: object) -> None:
+    """Raise `ConfigError` unless ``dataset`` has ``__getitem__`` and ``__len__`` and is no plain array or container."""
+    is_one = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if not is_one or isinstance(dataset, tuple | list | dict | str | np.ndarray):
         expected = "a data set, such as data.ArrayDataset(x, y)"
-        raise ConfigError(operation, where="dataset", expected=expected, got=type_named(given))
+        raise ConfigError(operation, where="dataset", expected=expected, got=type_named(dataset))
 
 
 def _count_classes(labels: np.ndarray) -> int | None:
@@ -329,18 +329,18 @@ class HDF5Dataset(Dataset):
             if not -n <= index < n:
                 raise IndexError(f"index {index} is out of bounds for {n} samples")
             return dataset[int(index) % n]
-        wanted = np.asarray(index)
-        if wanted.dtype == bool:
-            if wanted.shape != (n,):
-                raise IndexError(f"a mask of shape {wanted.shape} for {n} samples")
-            wanted = np.flatnonzero(wanted)
-        if wanted.size and wanted.dtype.kind not in "iu":
-            raise IndexError(f"an index of {wanted.dtype} instead of integers")
-        if wanted.size == 0:
+        rows = np.asarray(index)
+        if rows.dtype == bool:
+            if rows.shape != (n,):
+                raise IndexError(f"a mask of shape {rows.shape} for {n} samples")
+            rows = np.flatnonzero(rows)
+        if rows.size and rows.dtype.kind not in "iu":
+            raise IndexError(f"an index of {rows.dtype} instead of integers")
+        if rows.size == 0:
             return np.empty((0, *dataset.shape[1:]), dataset.dtype)
-        if wanted.min() < -n or wanted.max() >= n:
-            raise IndexError(f"indices {wanted.min()} to {wanted.max()} are out of bounds for {n} samples")
-        return _gather(dataset, wanted.astype(np.int64) % n)  # small integer dtypes may overflow at n
+        if rows.min() < -n or rows.max() >= n:
+            raise IndexError(f"indices {rows.min()} to {rows.max()} are out of bounds for {n} samples")
+        return _gather(dataset, rows.astype(np.int64) % n)  # small integer dtypes may overflow at n
 
     def _require_open(self) -> None:
         if not self._file:
@@ -356,12 +356,12 @@ def _native(x: np.ndarray) -> np.ndarray:
     return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
 
 
-def _gather(dataset: Any, wanted: np.ndarray) -> np.ndarray:
+def _gather(dataset: Any, index: np.ndarray) -> np.ndarray:
     """Read rows in any order, with repetitions.
 
     HDF5 requires increasing rows and has a cost for each run, so runs less than 9 rows apart are read as one slice.
     """
-    rows, position = np.unique(wanted, return_inverse=True)
+    rows, position = np.unique(index, return_inverse=True)
     if len(rows) == rows[-1] - rows[0] + 1:
         return dataset[int(rows[0]) : int(rows[-1]) + 1][position]
     out = np.empty((len(rows), *dataset.shape[1:]), dataset.dtype)
@@ -548,13 +548,13 @@ def read_csv(
     return ArrayDataset(samples, labels.astype(labels_as))
 
 
-def _label_dtype(given: npt.DTypeLike) -> np.dtype:
+def _label_dtype(requested: npt.DTypeLike) -> np.dtype:
     try:
-        dtype = np.dtype(given)
+        dtype = np.dtype(requested)
     except TypeError:
         dtype = None
     if dtype not in (np.int64, np.float32):
-        got = given if dtype is None else dtype
+        got = requested if dtype is None else dtype
         raise ConfigError("read csv", where="label_dtype", expected="int64 or float32", got=got)
     return dtype
 

@@ -435,9 +435,9 @@ class Augmentation:
     def _of_epoch(self, epoch: int) -> _Draws:
         draws = self._draws.get(epoch)
         if draws is None:
-            kept = list(self._draws.items())[-1:]
+            last = list(self._draws.items())[-1:]
             draws = _Draws(self.seed, epoch)
-            self._draws = {**dict(kept), epoch: draws}
+            self._draws = {**dict(last), epoch: draws}
         return draws
 
 

@@ -461,11 +461,11 @@ class VirtualShardSampler(Resumable):
         Raises:
             ConfigError: the loop is in the middle of a global batch.
         """
-        batches, rest = divmod(used, len(self.numbers))
-        if rest:
+        batches, shards = divmod(used, len(self.numbers))
+        if shards:
             raise ConfigError(
                 "state_dict", where="VirtualShardSampler", expected="a loop after the last shard of a global batch",
-                got=f"{rest} of {len(self.numbers)} shards", remedy="call it after the step of the last shard",
+                got=f"{shards} of {len(self.numbers)} shards", remedy="call it after the step of the last shard",
             )  # fmt: skip
         return before + batches, ended
 
@@ -551,9 +551,9 @@ class SharedSampler(Resumable):
 
     def taken_over(self, state: Mapping[str, Any], done: int) -> int:
         """Return the batches that are done; see `Resumable.taken_over`. Samples count, whatever their batch size."""
-        taken = min(max(0, done * state["batch_size"] - state.get("blank", 0)), self.n)
-        batches = -(-taken // self.batch_size)
-        self._blank = batches * self.batch_size - taken
+        num_samples = min(max(0, done * state["batch_size"] - state.get("blank", 0)), self.n)
+        batches = -(-num_samples // self.batch_size)
+        self._blank = batches * self.batch_size - num_samples
         return batches
 
     def close(self) -> None:
@@ -564,8 +564,8 @@ class SharedSampler(Resumable):
 
     def place(self, before: int, used: int, ended: bool) -> tuple[int, bool]:
         """Return the position of a loop; see `Resumable.place`. Batches claimed by any part count, even if unused."""
-        given = getattr(self.numbers, "given", None)
-        done = self.taken if given is None else min(before + given(), len(self))
+        count_given = getattr(self.numbers, "given", None)
+        done = self.taken if count_given is None else min(before + count_given(), len(self))
         return done, done == len(self)
 
     def __len__(self) -> int:

@@ -259,16 +259,16 @@ def DistributedOptimizer(
     if named_parameters is not None:
         _check_names(list(named_parameters), params)
     kind = type(optimizer)
-    made: Any = object.__new__(type(kind.__name__, (_DistributedOptimizer, kind), {"__module__": __name__}))
-    made.__dict__.update(optimizer.__dict__)
-    made.__dict__.pop("step", None)  # a scheduler's, bound to the optimizer
+    wrapper: Any = object.__new__(type(kind.__name__, (_DistributedOptimizer, kind), {"__module__": __name__}))
+    wrapper.__dict__.update(optimizer.__dict__)
+    wrapper.__dict__.pop("step", None)  # a scheduler's, bound to the optimizer
     trained = [param for param in params if param.requires_grad]
     chosen = [list(group) for group in groups] if isinstance(groups, Sequence) else []
-    made._reduction = _Reduction(
+    wrapper._reduction = _Reduction(
         _groups_of(trained, chosen), compression, passes, op, gradient_predivide_factor, process_set
     )
-    made._skips = False
-    return made
+    wrapper._skips = False
+    return wrapper
 
 
 def _check_names(named: Sequence[Any], params: Sequence[torch.Tensor]) -> None:
@@ -290,14 +290,14 @@ def _check_names(named: Sequence[Any], params: Sequence[torch.Tensor]) -> None:
 
 def _groups_of(trained: Sequence[torch.Tensor], chosen: Sequence[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
     """Return the parameters of each bucket, in the reverse order of registration."""
-    taken = {param for group in chosen for param in group}
-    rest = [param for param in trained if param not in taken]
+    grouped = {param for group in chosen for param in group}
+    ungrouped = [param for param in trained if param not in grouped]
     groups: list[list[torch.Tensor]] = []
     for group in [[param for param in group if param.requires_grad] for group in reversed(chosen)]:
         for _, alike in itertools.groupby(group, key=lambda param: (param.dtype, param.device)):
             groups.append(list(alike))
     nbytes = 0
-    for before, param in zip([None, *reversed(rest)], reversed(rest), strict=False):
+    for before, param in zip([None, *reversed(ungrouped)], reversed(ungrouped), strict=False):
         most = _FIRST_NBYTES if len(groups) <= 1 else _MOST_NBYTES
         is_alike = before is not None and (before.dtype, before.device) == (param.dtype, param.device)
         if not is_alike or nbytes + param.nbytes > most:

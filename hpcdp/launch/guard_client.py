@@ -376,8 +376,8 @@ class Guards:
         if channel.is_closed:
             self._lose(channel, "is lost: the connection to its guard has closed")
 
-    def _lose_daemon(self, what: str, channel: Channel, sign: int) -> None:
-        self.lost.setdefault(channel.host, f"{what} on {channel.host} was killed by {name_of(sign)}")
+    def _lose_daemon(self, daemon: str, channel: Channel, sign: int) -> None:
+        self.lost.setdefault(channel.host, f"{daemon} on {channel.host} was killed by {name_of(sign)}")
 
     def _answer(self, number: int, status: int) -> None:
         connection = self._agents.pop(number, None)

@@ -99,29 +99,29 @@ def require_one_component(environ: Mapping[str, str] = os.environ) -> None:
         )  # fmt: skip
 
 
-def check_allocation(job: Job, given: Allocation, family: str) -> None:
-    """Raise `LaunchError` where the mpirun of ``family`` could not start ``job`` on the allocation ``given``.
+def check_allocation(job: Job, allocated: Allocation, family: str) -> None:
+    """Raise `LaunchError` where the mpirun of ``family`` could not start ``job`` on the allocation ``allocated``.
 
     Open MPI's mpirun prints a page of text, or starts nothing and exits with status 0. MPICH's accepts any number of
     processes, but waits forever for a host outside the allocation.
     """
-    slots = {host.name.partition(".")[0]: host.slots or 0 for host in given.hosts}
+    slots = {host.name.partition(".")[0]: host.slots or 0 for host in allocated.hosts}
     for place in assign_ranks(job) if job.hosts else ():
         name = place.name.partition(".")[0]
         if name not in slots:
             if family == "openmpi" and is_address(place.name):  # mpirun resolves addresses
                 continue
-            raise LaunchError("launch -H", expected=f"hosts of {given}", got=place.name)
+            raise LaunchError("launch -H", expected=f"hosts of {allocated}", got=place.name)
         if family == "openmpi" and place.processes > slots[name] and not _oversubscribes(job):
-            raise _too_many("launch -H", f"{slots[name]} on {place.name}", given, place.processes)
+            raise _too_many("launch -H", f"{slots[name]} on {place.name}", allocated, place.processes)
     if family != "openmpi" or job.hosts or _oversubscribes(job):
         return
-    if job.ranks + job.servers > given.tasks:
-        raise _too_many("launch", str(given.tasks), given, job.ranks + job.servers)
+    if job.ranks + job.servers > allocated.tasks:
+        raise _too_many("launch", str(allocated.tasks), allocated, job.ranks + job.servers)
     if job.ranks_per_node is not None:
-        room = sum(min(host.slots or 0, job.ranks_per_node) for host in given.hosts)
+        room = sum(min(host.slots or 0, job.ranks_per_node) for host in allocated.hosts)
         if job.ranks > room:
-            raise _too_many("launch", f"{room} with {job.ranks_per_node} per node", given, job.ranks)
+            raise _too_many("launch", f"{room} with {job.ranks_per_node} per node", allocated, job.ranks)
 
 
 def _oversubscribes(job: Job) -> bool:
@@ -129,10 +129,10 @@ def _oversubscribes(job: Job) -> bool:
     return "oversubscribe" in f"{job.mpi_args} {policy}".lower()
 
 
-def _too_many(operation: str, most: str, given: Allocation, got: int) -> LaunchError:
+def _too_many(operation: str, most: str, allocated: Allocation, got: int) -> LaunchError:
     return LaunchError(
         operation,
-        expected=f"at most {most} in {given}",
+        expected=f"at most {most} in {allocated}",
         got=f"{got} processes",
         remedy=f"request more tasks from Slurm, or set {_POLICY}=:oversubscribe",
     )

@@ -65,16 +65,16 @@ def find_library(environ: Mapping[str, str] = os.environ) -> MpiLibrary:
     built = list(package.glob("MPI.c*.so"))
     if built:
         return _loaded_by(str(built[0]))
-    wanted = environ.get("MPI4PY_MPIABI", "").lower().strip(" -_").replace("impi", "mpich") or None
+    family_of_user = environ.get("MPI4PY_MPIABI", "").lower().strip(" -_").replace("impi", "mpich") or None
     for path in _candidates(environ):
         family = _family_in(path)
-        if family is not None and wanted in (None, family):
+        if family is not None and family_of_user in (None, family):
             return MpiLibrary(family, path)
     if "MPI4PY_LIBMPI" not in environ:
         for name in _SONAMES:
             with contextlib.suppress(LaunchError):
                 library = _loaded_by(name)
-                if wanted in (None, library.family):
+                if family_of_user in (None, library.family):
                     return library
     raise LaunchError(
         "find the MPI library",
@@ -358,16 +358,16 @@ def environment(
     - The cores are shared out among the BLAS threads of the ranks; the ``servers`` do not compute.
     """
     cores = len(os.sched_getaffinity(0))
-    wanted = _everywhere(library, environ, ranks + servers > cores)
+    settings = _everywhere(library, environ, ranks + servers > cores)
     if library.family == "openmpi":
-        wanted |= Dialect(library.family, is_open_mpi_4(mpirun)).of_one_machine() | {
+        settings |= Dialect(library.family, is_open_mpi_4(mpirun)).of_one_machine() | {
             "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
             "OMPI_MCA_rmaps_base_oversubscribe": "1",
         }
     else:
-        wanted |= {"HYDRA_LAUNCHER": "fork", **Dialect(library.family).of_one_machine()}
-    wanted |= blas_threads(max(1, cores // ranks), environ)
-    return {**wanted, **environ}
+        settings |= {"HYDRA_LAUNCHER": "fork", **Dialect(library.family).of_one_machine()}
+    settings |= blas_threads(max(1, cores // ranks), environ)
+    return {**settings, **environ}
 
 
 def environment_of_hosts(
@@ -381,14 +381,14 @@ def environment_of_hosts(
     own_names = those_of_this_machine(place.name for place in places)
     here = [place for place in places if place.name in own_names]
     cores = len(os.sched_getaffinity(0))
-    wanted = _everywhere(library, environ, any(place.processes > cores for place in here)) | dialect.keep_alive()
+    settings = _everywhere(library, environ, any(place.processes > cores for place in here)) | dialect.keep_alive()
     if library.family == "mpich" and batch_system(environ) == "Slurm":  # hydra's daemons are tasks of an srun
-        wanted["SLURM_KILL_BAD_EXIT"] = "1"
+        settings["SLURM_KILL_BAD_EXIT"] = "1"
     if library.family == "mpich":  # UCX would warn on standard output of resources that MPICH has not released
-        wanted["UCX_LOG_LEVEL"] = "error"
+        settings["UCX_LOG_LEVEL"] = "error"
     if here:
-        wanted |= blas_threads(max(1, cores // max(1, *(place.ranks for place in here))), environ)
-    return {**wanted, **environ}
+        settings |= blas_threads(max(1, cores // max(1, *(place.ranks for place in here))), environ)
+    return {**settings, **environ}
 
 
 def traveling(environ: Mapping[str, str], further: Iterable[str]) -> list[str]:
@@ -402,24 +402,24 @@ def traveling(environ: Mapping[str, str], further: Iterable[str]) -> list[str]:
 
 
 def _everywhere(library: MpiLibrary, environ: Mapping[str, str], crowded: bool) -> dict[str, str]:
-    wanted: dict[str, str] = {}
+    settings: dict[str, str] = {}
     if library.family == "openmpi":
-        wanted |= {
+        settings |= {
             "OMPI_MCA_osc": "^ucx",
             "PRTE_MCA_hwloc_default_binding_policy": "none",
             "OMPI_MCA_hwloc_base_binding_policy": "none",
         }
         if batch_system(environ) == "Slurm":
-            wanted["PMIX_MCA_psec"] = "native"  # Slurm's PMIx otherwise prints an error about munge
+            settings["PMIX_MCA_psec"] = "native"  # Slurm's PMIx otherwise prints an error about munge
         if crowded:
-            wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
+            settings["OMPI_MCA_mpi_yield_when_idle"] = "1"
         if os.geteuid() == 0:
-            wanted |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+            settings |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     if "HOME" not in environ:  # Open MPI does not start without it; a service or a container may have none
-        wanted["HOME"] = _home()
+        settings["HOME"] = _home()
     if "PATH" not in environ:  # the default that the launcher has searched
-        wanted["PATH"] = os.defpath
-    return wanted | _terminal()
+        settings["PATH"] = os.defpath
+    return settings | _terminal()
 
 
 def blas_threads(share: int | str, environ: Mapping[str, str]) -> dict[str, str]:

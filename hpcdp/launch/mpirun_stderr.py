@@ -106,8 +106,8 @@ def _left_others(ends: Sequence[End], left: End, bereft: int) -> End | None:
         doubted = next(number for number, statuses in enumerate(groups) if end.exit_status in statuses)
         return 1 + 2 * doubted + (end.host == left.host and end.at_s > left.at_s - _AFTER_S)
 
-    others = (end for end in ends if end.status is not None and end.exit_status != bereft)
-    return min((end for end in others if end.at_s - left.at_s < _BEREFT_S), key=doubt, default=None)
+    candidates = (end for end in ends if end.status is not None and end.exit_status != bereft)
+    return min((end for end in candidates if end.at_s - left.at_s < _BEREFT_S), key=doubt, default=None)
 
 
 def _told_of_later(ends: Sequence[End], first: End) -> End:
@@ -339,8 +339,8 @@ class Quiet:
 
     def end(self) -> bytes:
         """Return the held output at end of file."""
-        kept, self._kept = self._kept, b""
-        return kept
+        held, self._kept = self._kept, b""
+        return held
 
 
 def may_be_noise(line: bytes | bytearray) -> bool:
@@ -578,8 +578,8 @@ class MpirunStderr:
     def _is_alone(self, tasks: Tasks) -> bool:
         """Return whether only one task has this status, and no or several others have that of the other signal."""
         counts = {status: sum(task.how_many for task in self._tasks if task.status == status) for status in _KILLED}
-        others = sum(counts.values()) - counts[tasks.status]
-        return counts[tasks.status] == 1 and others != 1
+        num_others = sum(counts.values()) - counts[tasks.status]
+        return counts[tasks.status] == 1 and num_others != 1
 
     def have_ended_alike(self) -> bool:
         """Return whether all reported tasks, more than one, ended by themselves with the same status."""
@@ -637,8 +637,8 @@ class MpirunStderr:
         if self.aborted is None and (match := _ABORTED.search(self._kept)):
             self.aborted = int(match[1] or match[2])
         if self.invoked is None and (match := _INVOKED.search(self._kept)):
-            rank, asked = (int(group) for group in match.groups() if group is not None)
-            self.invoked = Invoked(rank, asked % 256)
+            rank, exit_status = (int(group) for group in match.groups() if group is not None)
+            self.invoked = Invoked(rank, exit_status % 256)
         self.have_closed |= _CLOSED in self._kept
         self.are_unread |= _UNREAD in self._kept
         if self.missing is None and (match := _MISSING.search(self._kept)):

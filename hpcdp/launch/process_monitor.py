@@ -392,16 +392,16 @@ class Watch:
         if self._others.pop(descriptor, None) is not None:
             self._poll.unregister(descriptor)
 
-    def note(self, seen: Start | End) -> None:
+    def note(self, event: Start | End) -> None:
         """Record a start or an end, observed here or reported by another host."""
-        if isinstance(seen, Start):
-            self.starts.append(seen)
-        elif seen.rank not in self._ends:
-            self._ends[seen.rank] = seen
-            if seen.status and self.failed is None:
-                self.failed = seen
+        if isinstance(event, Start):
+            self.starts.append(event)
+        elif event.rank not in self._ends:
+            self._ends[event.rank] = event
+            if event.status and self.failed is None:
+                self.failed = event
             if len(self._ends) == self._all and self.failed is None:
-                self.all_gone_at_s = seen.at_s
+                self.all_gone_at_s = event.at_s
 
     def know_of(self, rank: int, pid: int) -> None:
         """Record a rank of this machine that mpirun has reported; it may have ended before it was observed."""
@@ -557,11 +557,11 @@ def _status_of_reaped(descriptor: int) -> int | None:
 
 def _signal_descriptor(signals: set[signal.Signals]) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
-    wanted = ctypes.create_string_buffer(128)
-    libc.sigemptyset(wanted)
+    mask = ctypes.create_string_buffer(128)
+    libc.sigemptyset(mask)
     for sign in signals:
-        libc.sigaddset(wanted, int(sign))
-    descriptor = int(libc.signalfd(-1, wanted, _SIGNALFD_FLAGS))
+        libc.sigaddset(mask, int(sign))
+    descriptor = int(libc.signalfd(-1, mask, _SIGNALFD_FLAGS))
     if descriptor < 0:
         raise OSError(ctypes.get_errno(), "signalfd")
     return descriptor

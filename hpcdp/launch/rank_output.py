@@ -65,12 +65,12 @@ class Marks:
 
     Args:
         pattern: a mark, with the groups ``own``, the beginning of all marks of a job, and ``rank``.
-        rest: the possible text after ``own`` in an incomplete mark.
+        ending: the possible text after ``own`` in an incomplete mark.
         label: template of the label of each shown line, with the groups of ``pattern``; may be empty.
     """
 
     pattern: re.Pattern[bytes]
-    rest: re.Pattern[bytes]
+    ending: re.Pattern[bytes]
     label: bytes
 
     def split(self, received: bytes, own: bytes) -> tuple[list[tuple[re.Match[bytes] | None, bytes]], bytes, bytes]:
@@ -95,20 +95,20 @@ class Marks:
         if not own:
             may_be_mark = _NO_END.fullmatch(tail) is not None
         else:
-            may_be_mark = own.startswith(tail) or (tail.startswith(own) and bool(self.rest.fullmatch(tail, len(own))))
+            may_be_mark = own.startswith(tail) or (tail.startswith(own) and bool(self.ending.fullmatch(tail, len(own))))
         tail = tail if may_be_mark else b""
         pieces.append((mark, left[: len(left) - len(tail)]))
         return [(mark, text) for mark, text in pieces if mark or text], tail, own
 
 
-def marked(command: Sequence[str], family: str, asked: str) -> tuple[list[str], Marks | None]:
+def marked(command: Sequence[str], family: str, mpi_args: str) -> tuple[list[str], Marks | None]:
     """Return ``command`` with the options for unbuffered output marked by ranks, and the marks.
 
-    The command is unchanged, and the marks None, for an mpirun without such options, or where ``asked``, the user's
+    The command is unchanged, and the marks None, for an mpirun without such options, or where ``mpi_args``, the user's
     arguments, set the form of the output.
     """
     program, *words = command
-    if _OF_THE_USER.search(asked):
+    if _OF_THE_USER.search(mpi_args):
         return [*command], None
     if family == "mpich" and _knows(Path(program), b"prepend-pattern"):
         words, is_tagged = _without(["-prepend-rank"], words)
@@ -204,8 +204,8 @@ class Screen:
     def end_line(self, line: Line, ending: bytes, descriptor: int) -> bytes | None:
         """Show the ``ending`` of a line, or return the whole line if none of it is on the screen."""
         is_open = line in self._open
-        others = [other for other in self._open if other is not line]
-        if is_open and others:
+        other_lines = [other for other in self._open if other is not line]
+        if is_open and other_lines:
             self._hide()
         self._lines.pop(id(line), None)
         text, shown, was_hidden = bytes(line.text) + ending, line.shown, line.hidden > 0
@@ -213,10 +213,10 @@ class Screen:
         if not is_open:
             return _last_state(text) if was_hidden else text
         self._open = []
-        if others:
+        if other_lines:
             self._begin_line(descriptor)
-        self._write(descriptor, line.label + _last_state(text) if others else text[shown:])
-        self._draw(others)
+        self._write(descriptor, line.label + _last_state(text) if other_lines else text[shown:])
+        self._draw(other_lines)
         self.flush()
         return None
 
@@ -335,16 +335,16 @@ class Screen:
 
     def _go_on(self, line: Line) -> None:
         """Show the new end of a line that is drawn."""
-        others = [other for other in self._open if other is not line]
-        if not others:
+        other_lines = [other for other in self._open if other is not line]
+        if not other_lines:
             self._write(self._lines[id(line)][1], bytes(line.text[line.shown :]))
             line.text = _last_state(line.text)[-_ATOMIC:]  # the most that is drawn again
             line.shown = len(line.text)
         if self._is_terminal and not self._is_alone and _is_erased(line.text):  # its row is free until its next bar
             self._hide()
-            self._draw(others)
+            self._draw(other_lines)
             self.next_line()
-        elif others:
+        elif other_lines:
             lines = self._open if self._fits(line) else [line]
             self._hide()
             self._draw(lines)
@@ -455,10 +455,10 @@ class Output:
         return line is self._mpirun or line in self._lines.values()
 
     def _take(self, line: Line, text: bytes) -> None:
-        ending, has_ended, rest = text.partition(b"\n")
+        ending, has_ended, following = text.partition(b"\n")
         if has_ended:
             first = self._screen.end_line(line, ending + has_ended, self._descriptor)
-            more, newline, ending = rest.rpartition(b"\n")
+            more, newline, ending = following.rpartition(b"\n")
             lines = ([] if first is None else [first]) + re.findall(rb"[^\n]*\n", more + newline)
             self._screen.show(self._pass_on(b"".join(line.label + text for text in lines)), self._descriptor)
         if ending:
@@ -579,9 +579,9 @@ class Shown:
         self._waiting.clear()
 
 
-def shown(command: Sequence[str], family: str, asked: str, *, is_alone: bool) -> tuple[list[str], Shown | None]:
+def shown(command: Sequence[str], family: str, mpi_args: str, *, is_alone: bool) -> tuple[list[str], Shown | None]:
     """Return the command of `marked`, and the display of its output; None where mpirun's output is not processed."""
-    argv, marks = marked(command, family, asked)
+    argv, marks = marked(command, family, mpi_args)
     if marks is not None:
         with contextlib.suppress(OSError):  # one of the outputs is closed
             return argv, Shown(marks, is_alone)

@@ -77,9 +77,9 @@ class Started:
     def end(self) -> int:
         """Report the ranks that were never observed as ended, after mpirun's end, and return the number of ranks."""
         starts = self._starts()
-        seen = {start.rank for start in self._watch.starts}
+        observed = {start.rank for start in self._watch.starts}
         for start in starts:
-            if start.rank not in seen:
+            if start.rank not in observed:
                 self._watch.note(start)
                 server = self._watch.server(start.rank)
                 self._watch.note(End(start.rank, start.pid, None, time.monotonic(), server, start.host))
@@ -192,7 +192,7 @@ def supervise(
         LaunchError: mpirun has rejected `Job.mpi_args`.
     """
     global _output
-    ranks, asked = job.ranks + job.servers, "" if family == "srun" else job.mpi_args
+    ranks, mpi_args = job.ranks + job.servers, "" if family == "srun" else job.mpi_args
     maybe_ignored = (signal.SIGHUP, signal.SIGTSTP, *_AS_SIGTERM)
     ignored = {sign for sign in maybe_ignored if signal.getsignal(sign) == signal.SIG_IGN}  # SIGHUP is, under nohup
     watched = {*FORWARDED, *_AS_SIGTERM, signal.SIGTSTP, signal.SIGCHLD} - ignored
@@ -207,13 +207,13 @@ def supervise(
                 left_behind.enter_context(process_monitor.files_of_mpich_removed())
             elif not elsewhere and not is_open_mpi_4(Path(command[0])):
                 environ, _ = left_behind.enter_context(process_monitor.own_folder(environ))
-            command, shown = rank_output.shown(command, family, asked, is_alone=ranks == 1)
+            command, shown = rank_output.shown(command, family, mpi_args, is_alone=ranks == 1)
             _output = shown
             started = None
             if family == "openmpi":
                 places = hosts or ([] if elsewhere else [None] * ranks)
                 command, started = left_behind.enter_context(listed(command, ranks, places))
-            words = MpirunStderr(held=bool(asked), with_banners=family == "srun", shown=shown)
+            words = MpirunStderr(held=bool(mpi_args), with_banners=family == "srun", shown=shown)
             # With SIGTTIN blocked, mpirun in the background gets an error from the terminal, and is not stopped.
             blocked = {*before, *ignored, signal.SIGTTIN, signal.SIGTTOU}
             # The terminal's Ctrl-C must not reach mpirun before the ranks have saved.
@@ -250,7 +250,7 @@ def supervise(
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     refusal = None if ends or mpirun.returncode <= 0 or lost or ended_by else words.refusal(started is not None)
     if refusal is not None:
-        raise LaunchError("launch --mpi-args", expected=f"arguments of {command[0]}", got=f"{asked!r}: {refusal}")
+        raise LaunchError("launch --mpi-args", expected=f"arguments of {command[0]}", got=f"{mpi_args!r}: {refusal}")
     words.show()
     if ended_by is not None:
         return 128 + ended_by
@@ -301,10 +301,10 @@ def _missing_module(job: Job, module: str) -> LaunchError | None:
 
     The launcher does not change PATH, so ``python`` without an activated environment is another Python.
     """
-    theirs = _python_of(job)
-    if theirs is not None and _is_this_python(theirs):
+    python = _python_of(job)
+    if python is not None and _is_this_python(python):
         return None
-    if (theirs is None and module != "hpcdp") or importlib.util.find_spec(module) is None:
+    if (python is None and module != "hpcdp") or importlib.util.find_spec(module) is None:
         return None
     activate = Path(sys.prefix, "bin", "activate")
     remedies = [f"activate its environment with . {activate}"] if activate.exists() else []
@@ -312,7 +312,7 @@ def _missing_module(job: Job, module: str) -> LaunchError | None:
     return LaunchError(
         f"launch {job.program[0]!r}",
         expected=f"{sys.executable}, which has the module {module}",
-        got=f"{theirs or 'another Python'}, which lacks it",
+        got=f"{python or 'another Python'}, which lacks it",
         remedy=", or ".join(remedies),
     )
 
@@ -472,12 +472,12 @@ def _bereft(family: str) -> int | None:
     return LOST_CONNECTION_STATUS if family == "openmpi" else None
 
 
-def _failed(seen: End | None, ends: Sequence[End], family: str) -> End | None:
+def _failed(observed: End | None, ends: Sequence[End], family: str) -> End | None:
     """Return the rank that failed first, for an mpirun that was killed before it could report it."""
-    if seen is None:
+    if observed is None:
         return None
-    failures = (first_failure(ends, code, _bereft(family)) for code in (0, seen.exit_status))
-    return next(filter(None, failures), seen)
+    failures = (first_failure(ends, code, _bereft(family)) for code in (0, observed.exit_status))
+    return next(filter(None, failures), observed)
 
 
 def _forward_signals(

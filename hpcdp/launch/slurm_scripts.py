@@ -98,7 +98,7 @@ class Profile:
             match = _OPTION.fullmatch(option)
             if match is None:
                 raise _wrong("sbatch", "long options with the value after =, e.g. --constraint=ib", option)
-            if any(taken.startswith(match[1]) for taken in _TAKEN):  # sbatch accepts --node for --nodes
+            if any(reserved.startswith(match[1]) for reserved in _TAKEN):  # sbatch accepts --node for --nodes
                 raise _wrong("sbatch", "no option that a key, a flag or the template sets", option)
             pattern, expected = SLURM.get(match[1], (".*", ""))
             if not re.fullmatch(pattern, (match[2] or "")[1:]):
@@ -139,7 +139,7 @@ def load(path: str | Path | None = None, environ: Mapping[str, str] = os.environ
     try:
         remedy = "copy it to a folder of yours" if is_named else f"use it with --site {path}"
         require_private("site profile", path, "a file that others may not change", remedy, everybody=is_named)
-        given = files.read_toml(path)
+        settings = files.read_toml(path)
     except HpcdpError:
         raise
     except OSError as error:
@@ -147,10 +147,10 @@ def load(path: str | Path | None = None, environ: Mapping[str, str] = os.environ
         raise ConfigError("site profile", where=where, expected="a file", got=reason(error)) from error
     except ValueError as error:
         raise ConfigError("site profile", where=path, expected="a TOML file", got=error) from error
-    for name in given:
+    for name in settings:
         check_name("key", name, names(), where=path)
     try:
-        return Profile(**{name: _as_kept(name, value) for name, value in given.items()})
+        return Profile(**{name: _as_kept(name, value) for name, value in settings.items()})
     except ConfigError as error:
         error.where = path
         raise
@@ -379,14 +379,14 @@ def _program(request: ScriptRequest, name: str) -> tuple[list[str], str, str, Pa
     `hpcdp train` resumes in a run folder of the job, or in one named by the script's argument or in the program; in the
     last case ``run`` is empty. For other programs the checkpoints are unknown, and ``checkpoints`` is empty.
     """
-    given = request.program or PROGRAMS.get(request.template, _TRAIN)
-    words = [shlex.quote(word) for word in given]
+    program = request.program or PROGRAMS.get(request.template, _TRAIN)
+    words = [shlex.quote(word) for word in program]
     sweep = request.template == "sweep"
     if sweep:
         words.append('"${settings[@]}"')
-    if given[:2] != _TRAIN or request.template not in _TRAINING:
+    if program[:2] != _TRAIN or request.template not in _TRAINING:
         return words, "''", "''", Path(_RUNS)
-    argument_lists = [given, *request.settings]
+    argument_lists = [program, *request.settings]
     if any(_value(arguments, "--overwrite") is not None for arguments in argument_lists):
         raise ConfigError(
             "hpcdp train", expected="no --overwrite, as the job is resumed", got="--overwrite",
@@ -438,10 +438,10 @@ def _options(request: ScriptRequest, profile: Profile, name: str, time: str, fol
 
 def _lead_s(time: str) -> int:
     """Return the seconds before a limit in Slurm's format at which a job stops: 120, but not in its first half."""
-    days, has_days, rest = time.rpartition("-")
-    if not rest.replace(":", "").isdecimal():  # UNLIMITED
+    days, has_days, clock = time.rpartition("-")
+    if not clock.replace(":", "").isdecimal():  # UNLIMITED
         return _LEAD_S
-    numbers = [int(number) for number in rest.split(":")]
+    numbers = [int(number) for number in clock.split(":")]
     if has_days:  # D-H, D-H:M, D-H:M:S
         hours, minutes, seconds = (*numbers, 0, 0)[:3]
     else:  # M, M:S, H:M:S

@@ -104,8 +104,8 @@ class Checkpoints:
         extra: Mapping[str, Any] | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        whole = isinstance(every, numbers.Integral) and not isinstance(every, bool) and every >= 1
-        if not (whole or every is None or (isinstance(every, str) and every in (EPOCH, AUTO))):
+        is_count = isinstance(every, numbers.Integral) and not isinstance(every, bool) and every >= 1
+        if not (is_count or every is None or (isinstance(every, str) and every in (EPOCH, AUTO))):
             expected = f"a number of steps, {EPOCH!r}, {AUTO!r} or None"
             raise ConfigError("Checkpoints", where="every", expected=expected, got=repr(every))
         from ..checkpoint import Manager  # imported late: runs without checkpoints do not need it
@@ -188,13 +188,13 @@ class Checkpoints:
             Whether the run stops here.
         """
         pending = self.manager.pending
-        asked, is_under_way, is_old = self._agreement.exchange(
+        reason, is_under_way, is_old = self._agreement.exchange(
             self._asked, pending and not self.manager.over, self._is_old(_LONG_S)
         )
         if pending and not is_under_way and not self._just_saved:
             self._wait()  # returns at once: the save is complete on all ranks
         is_old, self._just_saved = is_old and not self._just_saved, False  # the ages exchanged predate that save
-        if asked:
+        if reason:
             self._stop_here(position, Reason(self._agreement.finish()[0]))  # a request is never withdrawn
             return True
         due = position.total % self._every == 0 if isinstance(self._every, int) else is_old

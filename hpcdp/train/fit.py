@@ -32,20 +32,20 @@ from .report import BACKWARD, DATA, FORWARD, STEP, Phase, StepReport
 from .trainer import TrainStep
 
 
-def check_arguments(net: object, trainer: object, loader: object, **others: Any) -> None:
+def check_arguments(net: object, trainer: object, loader: object, **options: Any) -> None:
     """Raise `ConfigError` where an argument of `fit` is of another kind."""
-    whole_number("fit", "epochs", others["epochs"], 0)
+    whole_number("fit", "epochs", options["epochs"], 0)
     instance("fit", "net", net, Module, "a network")
     instance("fit", "trainer", trainer, BaseTrainer, "a Trainer")
     instance("fit", "loader", loader, DataLoader, "a DataLoader")
-    instance("fit", "callbacks", others["callbacks"], Sequence, "a list of callbacks")
-    instance("fit", "checkpoints", others["checkpoints"], (Checkpoints, NoneType), "Checkpoints or None")
-    if others["evaluate"] is not None:
-        function("fit", "evaluate", others["evaluate"], "a function")
+    instance("fit", "callbacks", options["callbacks"], Sequence, "a list of callbacks")
+    instance("fit", "checkpoints", options["checkpoints"], (Checkpoints, NoneType), "Checkpoints or None")
+    if options["evaluate"] is not None:
+        function("fit", "evaluate", options["evaluate"], "a function")
     if net.has_own_step:  # type: ignore[attr-defined]
         name = type(net).__name__
         raise ConfigError("fit", where="net", expected="a network that is called", got=f"a {name}, which has step()")
-    instances("fit", "callbacks", others["callbacks"], Callback, "instances of Callback")
+    instances("fit", "callbacks", options["callbacks"], Callback, "instances of Callback")
 
 
 def what_ranks_share(
@@ -341,8 +341,8 @@ class _Loop:
             trainer.synchronize()
         self._exchange(epoch)
         if self.checkpoints is not None:
-            taken = getattr(sampler, "taken", step)  # a rank may have got no batch at all
-            position = Position(epoch, max(self.world.comm.allgather_json(taken)), self.meter.steps)
+            num_batches = getattr(sampler, "taken", step)  # a rank may have got no batch at all
+            position = Position(epoch, max(self.world.comm.allgather_json(num_batches)), self.meter.steps)
             if self.checkpoints.where_all_meet(position):
                 return None
         return trainer.statistics()

@@ -232,8 +232,8 @@ class MetricsLog:
             ValueError: the file is damaged.
         """
         last = {"step": steps, "epoch": epochs}
-        kept = [record for record in read_metrics(self._path) if record[record["kind"]] <= last[record["kind"]]]
-        replace_file(self._path, "".join(json.dumps(record) + "\n" for record in kept))
+        records = [record for record in read_metrics(self._path) if record[record["kind"]] <= last[record["kind"]]]
+        replace_file(self._path, "".join(json.dumps(record) + "\n" for record in records))
         self._lines.close()
         self._lines = self._open("a")
         self._purge_events(steps + 1)

@@ -311,8 +311,8 @@ def _waited(summary: Mapping[str, Any]) -> float:
 
 
 def _compute(summary: Mapping[str, Any]) -> float:
-    rest = max(0.0, summary[STEP] - summary["exposed"])
-    return summary[FORWARD] + summary[BACKWARD] - _waited(summary) + rest
+    update_s = max(0.0, summary[STEP] - summary["exposed"])
+    return summary[FORWARD] + summary[BACKWARD] - _waited(summary) + update_s
 
 
 def _critical_path(summaries: Sequence[Mapping[str, Any]], slowest: int) -> tuple[float, str]:

@@ -276,7 +276,7 @@ _MAY_DIFFER = (
 only by rounding. ``epochs`` may change too, unless the learning rate depends on it."""
 
 
-def settled(said: Mapping[str, Any], launched: bool) -> TrainConfig:
+def settled(settings: Mapping[str, Any], launched: bool) -> TrainConfig:
     """Return the settings of a run with ``resume``; one process of the job calls it.
 
     If there is a checkpoint to resume from, ``resume`` and ``run_dir`` are its run's folder, and the other settings
@@ -285,23 +285,23 @@ def settled(said: Mapping[str, Any], launched: bool) -> TrainConfig:
     or in a new folder.
 
     Args:
-        said: explicit settings by name, from a file or flags.
+        settings: explicit settings by name, from a file or flags.
         launched: whether ranks run already, so that their number may differ from that of the first start.
 
     Raises:
         ConfigError: the named folder has no checkpoint, or a setting differs that would change the run.
         DataError: the run is still active: another job saves in its folder.
     """
-    config = load(None, said)
+    config = load(None, settings)
     try:
-        folder = _find(config, said, launched)
+        folder = _find(config, settings, launched)
     except OSError as error:
         raise ConfigError("resume", where=error.filename, expected="a run folder", got=reason(error)) from error
     if folder is None:
         left = config.run_dir is not None and (Path(config.run_dir) / "config.toml").is_file()
         return dataclasses.replace(config, resume=None, overwrite=left)
     directory.require_free(folder / CHECKPOINTS)
-    return _settled_in(folder, said, launched)
+    return _settled_in(folder, settings, launched)
 
 
 def is_finished(config: TrainConfig) -> bool:
@@ -314,16 +314,16 @@ def is_finished(config: TrainConfig) -> bool:
     return isinstance(next_epoch, int) and max(next_epoch - 1, ended or 0) >= config.epochs
 
 
-def _settled_in(folder: Path, said: Mapping[str, Any], launched: bool) -> TrainConfig:
+def _settled_in(folder: Path, settings: Mapping[str, Any], launched: bool) -> TrainConfig:
     before = read_toml(folder / "config.toml")
-    others = ("ranks", "servers") if launched else ()
-    kept = {name: value for name, value in before.items() if name not in others}
-    config = load(None, kept | dict(said) | {"run_dir": str(folder), "resume": str(folder)})
+    of_launch = ("ranks", "servers") if launched else ()
+    recorded = {name: value for name, value in before.items() if name not in of_launch}
+    config = load(None, recorded | dict(settings) | {"run_dir": str(folder), "resume": str(folder)})
     _refuse_others(config, load(None, before), folder)
     return config
 
 
-def _find(config: TrainConfig, said: Mapping[str, Any], launched: bool) -> Path | None:
+def _find(config: TrainConfig, settings: Mapping[str, Any], launched: bool) -> Path | None:
     """Return the folder of the run to resume, None if there is none with ``resume="auto"``."""
     if config.resume != AUTO:
         folder = Path(str(config.resume))
@@ -346,12 +346,12 @@ def _find(config: TrainConfig, said: Mapping[str, Any], launched: bool) -> Path 
         int(match[1]): path for path in Path(RUNS).glob("*") if (match := re.fullmatch(f"{stem}-([0-9]+)", path.name))
     }
     newest_first = (numbered[number] for number in sorted(numbered, reverse=True))
-    return next((folder for folder in newest_first if _can_go_on(folder, said, launched)), None)
+    return next((folder for folder in newest_first if _can_go_on(folder, settings, launched)), None)
 
 
-def _can_go_on(folder: Path, said: Mapping[str, Any], launched: bool) -> bool:
+def _can_go_on(folder: Path, settings: Mapping[str, Any], launched: bool) -> bool:
     try:
-        return _has_checkpoint(folder) and not is_finished(_settled_in(folder, said, launched))
+        return _has_checkpoint(folder) and not is_finished(_settled_in(folder, settings, launched))
     except (ConfigError, OSError):  # a run with other settings, or of another user
         return False
 

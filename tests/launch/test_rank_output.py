@@ -224,7 +224,7 @@ def test_elsewhere_a_line_that_draws_itself_anew_is_shown(pipe: tuple[int, int])
 def test_each_line_is_led_by_its_rank(pipe: tuple[int, int]) -> None:
     ours, its = pipe
     screen = Screen(its, False)
-    output = Output(Marks(OPEN_MPI.pattern, OPEN_MPI.rest, rb"[\g<rank>]\g<end>"), screen, its)
+    output = Output(Marks(OPEN_MPI.pattern, OPEN_MPI.ending, rb"[\g<rank>]\g<end>"), screen, its)
     output.take(mark(0) + b"a\nb\n" + mark(1) + b"c\n")
     assert read(ours) == b"[1,0]<stdout>: a\n[1,0]<stdout>: b\n[1,1]<stdout>: c\n"
 

@@ -94,9 +94,9 @@ YARN: Valid = {
 """Options of the client of YARN's distributed shell."""
 
 
-def check_values(option: str, given: Iterable[tuple[str, str]], valid: Valid) -> None:
-    """Raise `ConfigError` for the first invalid value in ``given``, the names and values inside of ``option``."""
-    for name, value in given:
+def check_values(option: str, values: Iterable[tuple[str, str]], valid: Valid) -> None:
+    """Raise `ConfigError` for the first invalid value in ``values``, the names and values inside of ``option``."""
+    for name, value in values:
         pattern, expected = valid.get(name, (".*", ""))
         if not re.fullmatch(pattern, value, re.ASCII | re.DOTALL):
             raise ConfigError(option, expected=f"for {name} {expected}", got=repr(value))
@@ -133,20 +133,20 @@ def read(environ: Mapping[str, str] = os.environ) -> tuple[Host, ...]:
     return launch_hosts.merged(list(_of_lsf(environ))) if batch == "LSF" else ()
 
 
-def placed(job: Job, given: tuple[Host, ...], mpirun: Path, dialect: Dialect) -> tuple[launch_hosts.HostSlots, ...]:
-    """Assign ``job`` to the hosts ``given`` by `read`; return nothing where this mpirun reads them itself.
+def placed(job: Job, named: tuple[Host, ...], mpirun: Path, dialect: Dialect) -> tuple[launch_hosts.HostSlots, ...]:
+    """Assign ``job`` to the hosts ``named`` by `read`; return nothing where this mpirun reads them itself.
 
     Raises:
         LaunchError: the hosts have too few slots.
     """
-    if not given or dialect.family != "openmpi" or dialect.is_open_mpi_4:
+    if not named or dialect.family != "openmpi" or dialect.is_open_mpi_4:
         return ()
     batch = batch_system()
     assert batch is not None
     if any(_READERS[batch] in content for content in mpi_library.runtimes(mpirun)):
         return ()
     try:
-        return launch_hosts.assign_ranks(dataclasses.replace(job, hosts=given))
+        return launch_hosts.assign_ranks(dataclasses.replace(job, hosts=named))
     except LaunchError as error:
         error.operation, error.remedy = f"launch in a job of {batch}", "request more slots, or give hosts with -H"
         raise
@@ -242,16 +242,16 @@ def check(job: Job, launcher: str) -> None:
         )
 
 
-def split(arguments: str, ours: Sequence[str]) -> list[str]:
-    """Split ``--batch-args``; raise `ConfigError` for a word among ``ours``, the options that the launcher sets."""
+def split(arguments: str, reserved: Sequence[str]) -> list[str]:
+    """Split ``--batch-args``; raise `ConfigError` for a word among ``reserved``, the options that the launcher sets."""
     try:
         words = shlex.split(arguments)
     except ValueError as error:
         raise ConfigError("launch --batch-args", expected="closed quotes", got=f"{arguments!r}: {error}") from error
     for word in words:
-        if word in ours:
+        if word in reserved:
             raise ConfigError(
-                "launch --batch-args", expected=f"none of {' '.join(ours)}, which are set already", got=repr(word)
+                "launch --batch-args", expected=f"none of {' '.join(reserved)}, which are set already", got=repr(word)
             )
     return words
 

@@ -172,17 +172,17 @@ def _mpirun(job: Job) -> tuple[mpi_library.MpiLibrary, Command]:
             "launch --ranks-per-node", expected=f"{job.ranks} or more on one machine", got=job.ranks_per_node
         )
     further = check(job)
-    found = mpi_library.find_library()
-    mpirun = mpi_library.find_mpirun(found)
-    check_binding(job, found.family, job.ranks + job.servers, len(os.sched_getaffinity(0)), "this machine")
-    warn_of_other_library(job, found.family)
-    dialect = Dialect(found.family, mpi_library.is_open_mpi_4(mpirun))
+    library = mpi_library.find_library()
+    mpirun = mpi_library.find_mpirun(library)
+    check_binding(job, library.family, job.ranks + job.servers, len(os.sched_getaffinity(0)), "this machine")
+    warn_of_other_library(job, library.family)
+    dialect = Dialect(library.family, mpi_library.is_open_mpi_4(mpirun))
     argv = [str(mpirun), *dialect.options(job), "-n", str(job.ranks), *further, *program(job.program)]
     if job.servers:
         argv += [":", "-n", str(job.servers), sys.executable, *server()]
-    given = {**os.environ, **job.env}
-    wanted = {**environment(found, mpirun, job.ranks, given, job.servers), **dialect.interface(job.interface)}
-    return found, Command.beside(argv, wanted)
+    environ = {**os.environ, **job.env}
+    settings = {**environment(library, mpirun, job.ranks, environ, job.servers), **dialect.interface(job.interface)}
+    return library, Command.beside(argv, settings)
 
 
 def plan_mpirun(
@@ -199,21 +199,21 @@ def plan_mpirun(
         by_ssh: whether the hosts are `Job.hosts` and reached by ssh; else they are those of a batch job.
         folder: where the host list is to be written.
     """
-    given = None if by_ssh else hosts.allocation()
+    allocated = None if by_ssh else hosts.allocation()
     places = assign_ranks(job) if job.hosts else ()
     unnamed = () if by_ssh or job.hosts else batch.read()
-    further = check(job, several_hosts=len(places or unnamed or (given.hosts if given else ())) > 1)
+    further = check(job, several_hosts=len(places or unnamed or (allocated.hosts if allocated else ())) > 1)
     library = mpi_library.find_library()
     mpirun = mpi_library.find_mpirun(library)
     dialect = Dialect(library.family, mpi_library.is_open_mpi_4(mpirun))
     places = places or batch.placed(job, unnamed, mpirun, dialect)
     warn_of_other_library(job, library.family)
-    if given is not None:
-        hosts.check_allocation(job, given, library.family)
+    if allocated is not None:
+        hosts.check_allocation(job, allocated, library.family)
     environ = environment_of_hosts(library, dialect, places, {**os.environ, **job.env})
     environ |= dialect.interface(job.interface)
     interface = job.interface if library.family == "openmpi" else None
-    names = [place.name for place in places] or [host.name for host in (given.hosts if given else ())]
+    names = [place.name for place in places] or [host.name for host in (allocated.hosts if allocated else ())]
     if names and {*names} == those_of_this_machine(names):
         interface = hosts.loopback()
         environ = {**dialect.of_one_machine(), **environ}
@@ -222,7 +222,7 @@ def plan_mpirun(
     path = folder / "hosts"
     where = dialect.placed(places, path) if places else dialect.per_node(job.ranks_per_node)
     everywhere = [*dialect.exports(traveling(environ, job.env)), *dialect.folder(job.sync_dst_dir)]
-    attached = [] if given is None else dialect.under_slurm()
+    attached = [] if allocated is None else dialect.under_slurm()
     argv = [str(mpirun), *dialect.options(job), *attached, *where, *further, "-n", str(job.ranks), *everywhere]
     argv += program([program_on_hosts(job), *job.program[1:]])
     if job.servers:
@@ -263,12 +263,12 @@ def _run_by_ssh(
     tell = _teller(job)
     places = assign_ranks(job)
     local_names = those_of_this_machine(place.name for place in places)
-    others = [place for place in places if place.name not in local_names]
+    remote_places = [place for place in places if place.name not in local_names]
     environ = {**os.environ, **command.env}
     tell(f"{library.name}, {command.argv[0]}")
     for place in places:
         tell(f"{place.name}: ranks {place.ranks}, servers {place.servers}")
-    with Guards(others, tell) as guards:
+    with Guards(remote_places, tell) as guards:
         cores = guards.cores()
         for place in places:
             local_cores = len(os.sched_getaffinity(0))
@@ -289,7 +289,7 @@ def _run_by_ssh(
                 environ,
                 library.family,
                 job,
-                elsewhere=sum(place.processes for place in others),
+                elsewhere=sum(place.processes for place in remote_places),
                 hosts=[None if name in local_names else name for name in of_ranks(places)],
                 guards=guards,
                 interface=interface,
@@ -317,8 +317,8 @@ def _ended_by_signals() -> Iterator[None]:
     def end(number: int, _: object) -> None:
         raise SystemExit(128 + number)
 
-    taken = [sign for sign in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(sign) != signal.SIG_IGN]
-    before = {sign: signal.signal(sign, end) for sign in taken}
+    handled = [sign for sign in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(sign) != signal.SIG_IGN]
+    before = {sign: signal.signal(sign, end) for sign in handled}
     try:
         yield
     finally:

@@ -84,14 +84,14 @@ def run_sge(job: Job) -> int:
         LaunchError: qsub is missing or refuses the job.
         ConfigError: as `plan_sge`.
     """
-    wanted = plan_sge(job)
-    return batch.run(wanted, batch.folder_of("sge"), functools.partial(_submit, wanted.commands[0], job.verbose))
+    plan = plan_sge(job)
+    return batch.run(plan, batch.folder_of("sge"), functools.partial(_submit, plan.commands[0], job.verbose))
 
 
 def _check_values(arguments: list[str]) -> None:
-    given = list(batch.of_words(arguments))
-    batch.check_values("launch --batch-args", given, batch.SGE)
-    resources = [text.partition("=") for name, value in given if name == "l" for text in value.split(",")]
+    options = list(batch.of_words(arguments))
+    batch.check_values("launch --batch-args", options, batch.SGE)
+    resources = [text.partition("=") for name, value in options if name == "l" for text in value.split(",")]
     with_values = [(name, value) for name, equals, value in resources if equals]
     batch.check_values("launch --batch-args", with_values, batch.SGE_RESOURCES)
 
@@ -167,9 +167,9 @@ class _GridJob:
         batch.call(["qdel", self._number])
 
     def fate(self) -> tuple[int, str]:
-        what = f"job {self._number} of Grid Engine"
+        name = f"job {self._number} of Grid Engine"
         if self._error:
-            return 1, f"{what} could not be started: {self._error}"
+            return 1, f"{name} could not be started: {self._error}"
         deadline = time.monotonic() + _ACCOUNT_S
         while time.monotonic() < deadline:  # accounting is written late, and is unreadable at some sites
             # There is one record for every start of the job.
@@ -177,7 +177,7 @@ class _GridJob:
             statuses = re.findall(r"^exit_status\s+(\d+)", records, re.MULTILINE)
             failures = re.findall(r"^failed\s+(.+?)\s*$", records, re.MULTILINE)
             if statuses and failures:
-                why = f"{what} was ended from outside: exit status {statuses[-1]}, failed {failures[-1]}"
+                why = f"{name} was ended from outside: exit status {statuses[-1]}, failed {failures[-1]}"
                 return int(statuses[-1]) or 1, why
             time.sleep(_ASK_S)
-        return 1, f"{what} has ended without a status, and qacct does not know why"
+        return 1, f"{name} has ended without a status, and qacct does not know why"

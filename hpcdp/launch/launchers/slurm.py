@@ -59,10 +59,10 @@ def plan_slurm(job: Job) -> LaunchPlan:
         LaunchError: srun lacks an option of the job; and the errors of `hpcdp.launch.runner.check`.
         ConfigError: an option of srun has an invalid value; and the errors of `hpcdp.launch.runner.check`.
     """
-    given = allocation()
+    allocated = allocation()
     # Outside of an allocation the interfaces of the nodes are unknown.
-    checked = job if given is not None else dataclasses.replace(job, interface=None)
-    further = check(checked, several_hosts=given is not None and len(given.hosts) > 1)
+    checked = job if allocated is not None else dataclasses.replace(job, interface=None)
+    further = check(checked, several_hosts=allocated is not None and len(allocated.hosts) > 1)
     batch.check_values("launch --mpi-args", batch.of_words(further, batch.SLURM_SHORT), batch.SLURM)
     if job.sync_dst_dir is not None:
         raise LaunchError(
@@ -78,7 +78,7 @@ def plan_slurm(job: Job) -> LaunchPlan:
     argv += ["--export=ALL", "--quit-on-interrupt"]
     if {**os.environ, **job.env}.get(_GOES_ON, "0") in ("", "0"):
         argv.append("--kill-on-bad-exit=1")  # else ranks could wait forever for one that died, even during MPI_Init
-    argv += _layout(job, given)
+    argv += _layout(job, allocated)
     if job.bind is not None:
         argv.append(f"--cpu-bind={_BINDINGS[job.bind]}")
     if job.tag_output:
@@ -105,8 +105,8 @@ def mpi_types() -> tuple[str, ...]:
         raise LaunchError("srun --mpi=list", got=got) from error
     # "MPI plugin types are...", a name on each line; "specific pmix plugin versions available: pmix_v4"
     words = (line.removeprefix("srun:").split(":")[-1] for line in (done.stdout + done.stderr).splitlines())
-    found = [name for line in words for name in re.split(r"[,\s]+", line) if re.fullmatch(r"[a-z][a-z0-9_.]*", name)]
-    types = tuple(dict.fromkeys(name for name in found if name.startswith(("pm", "cray", "none", "openmpi"))))
+    names = [name for line in words for name in re.split(r"[,\s]+", line) if re.fullmatch(r"[a-z][a-z0-9_.]*", name)]
+    types = tuple(dict.fromkeys(name for name in names if name.startswith(("pm", "cray", "none", "openmpi"))))
     if done.returncode or not types:
         lines = done.stderr.split("\n")  # the last line has the reason
         got = next((line for line in reversed(lines) if line.strip()), f"status {done.returncode}")
@@ -117,20 +117,20 @@ def mpi_types() -> tuple[str, ...]:
 def _check_mpi_type(argv: Sequence[str]) -> None:
     """Raise `LaunchError` if this machine's srun lacks the --mpi that `plan_slurm` has chosen."""
     families = {f"--mpi={mpi_type}": family for family, mpi_type in MPI_TYPES.items()}
-    asked = argv[1]
-    if asked not in families:  # the user has chosen
+    option = argv[1]
+    if option not in families:  # the user has chosen
         return
-    there = mpi_types()
-    if asked.removeprefix("--mpi=") not in there:
+    types = mpi_types()
+    if option.removeprefix("--mpi=") not in types:
         raise LaunchError(
             "launch --launcher slurm",
-            expected=f"srun {asked}, which {mpi_library.FAMILIES[families[asked]]} needs",
-            got=f"only {', '.join(there)}",
+            expected=f"srun {option}, which {mpi_library.FAMILIES[families[option]]} needs",
+            got=f"only {', '.join(types)}",
             remedy="use --launcher mpi inside the job, or ask the site for the plugin",
         )
 
 
-def _layout(job: Job, given: Allocation | None) -> list[str]:
+def _layout(job: Job, allocated: Allocation | None) -> list[str]:
     """Return the options that place the tasks; --nodes and --ntasks alone would place 4 ranks on 2 nodes as 3 and 1."""
     ranks = job.ranks + job.servers
     if job.hosts:  # list the host of each task: srun otherwise sorts the hosts and ignores their slots
@@ -139,11 +139,11 @@ def _layout(job: Job, given: Allocation | None) -> list[str]:
         return [f"--nodes={len(places)}", f"--ntasks={ranks}", "--distribution=arbitrary", f"--nodelist={names}"]
     if job.ranks_per_node is not None:
         return _spread(ranks, math.ceil(ranks / job.ranks_per_node), job.ranks_per_node)
-    if given is None:
+    if allocated is None:
         return [f"--ntasks={ranks}"]
-    if ranks == given.tasks and not given.hosts_alike:
-        return [f"--nodes={len(given.hosts)}", f"--ntasks={ranks}"]  # as allocated
-    nodes = min(ranks, len(given.hosts))
+    if ranks == allocated.tasks and not allocated.hosts_alike:
+        return [f"--nodes={len(allocated.hosts)}", f"--ntasks={ranks}"]  # as allocated
+    nodes = min(ranks, len(allocated.hosts))
     return _spread(ranks, nodes, math.ceil(ranks / nodes))
 
 
@@ -154,13 +154,13 @@ def _spread(ranks: int, nodes: int, per_node: int) -> list[str]:
 
 
 def _environment(family: str, job: Job) -> Mapping[str, str]:
-    wanted: dict[str, str] = {}
+    environ: dict[str, str] = {}
     if family == "openmpi":
         # Otherwise Open MPI prints a warning for each window, and each rank one about munge.
-        wanted |= {"OMPI_MCA_osc": "^ucx", "PMIX_MCA_psec": "native"}
-    wanted |= Dialect(family).interface(job.interface)
+        environ |= {"OMPI_MCA_osc": "^ucx", "PMIX_MCA_psec": "native"}
+    environ |= Dialect(family).interface(job.interface)
     cores = os.environ.get("SLURM_CPUS_PER_TASK")
-    wanted |= blas_threads(cores or "1", os.environ)
+    environ |= blas_threads(cores or "1", os.environ)
     if cores is not None:
-        wanted["SRUN_CPUS_PER_TASK"] = cores  # srun does not inherit it from the job
-    return {name: value for name, value in wanted.items() if name not in os.environ}
+        environ["SRUN_CPUS_PER_TASK"] = cores  # srun does not inherit it from the job
+    return {name: value for name, value in environ.items() if name not in os.environ}

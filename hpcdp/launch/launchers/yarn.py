@@ -231,10 +231,10 @@ def plan_yarn(job: Job) -> LaunchPlan:
     program, jar = _hadoop(os.environ)
     program, jar = program or "yarn", jar or _JAR.replace("*", "")
     argv = [program, "jar", jar, _CLIENT, "-jar", jar, "-shell_script", str(folder / "container.sh")]
-    wanted = {"num_containers": len(sizes), "appname": "hpcdp", "timeout": _LONGEST_MS}
+    options = {"num_containers": len(sizes), "appname": "hpcdp", "timeout": _LONGEST_MS}
     if "container_resources" not in user_options:
-        wanted |= {"container_vcores": in_each, "container_memory": in_each * _RANK_MIB}
-    for name, value in wanted.items():
+        options |= {"container_vcores": in_each, "container_memory": in_each * _RANK_MIB}
+    for name, value in options.items():
         argv += [] if name in user_options else [f"-{name}", str(value)]
     # The slots of the containers replace ranks_per_node.
     return LaunchPlan(
@@ -250,16 +250,16 @@ def run_yarn(job: Job) -> int:
         ConfigError: as `plan_yarn`.
     """
     _check_hadoop(os.environ)
-    wanted, folder = plan_yarn(job), batch.folder_of("yarn")
-    submit = functools.partial(_Application, wanted.commands[0].argv, folder / "client", job.verbose)
-    return batch.run(wanted, folder, submit)
+    plan, folder = plan_yarn(job), batch.folder_of("yarn")
+    submit = functools.partial(_Application, plan.commands[0].argv, folder / "client", job.verbose)
+    return batch.run(plan, folder, submit)
 
 
 def _hadoop(environ: Mapping[str, str]) -> tuple[str | None, str | None]:
     """Return the program ``yarn`` and the jar of its distributed shell; None for a missing one."""
     homes = [Path(environ[name]) for name in _HOMES if environ.get(name)]
     programs = [str(home / "bin" / "yarn") for home in homes if os.access(home / "bin" / "yarn", os.X_OK)]
-    programs += [found] if (found := shutil.which("yarn", path=environ.get("PATH"))) else []
+    programs += [on_path] if (on_path := shutil.which("yarn", path=environ.get("PATH"))) else []
     # In an Apache release, or in a distribution's package.
     jars = [
         path for home in homes for place in ("share/hadoop/yarn", ".") for path in sorted((home / place).glob(_JAR))
