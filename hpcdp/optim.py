@@ -454,9 +454,9 @@ def from_config(config: dict[str, Any]) -> Optimizer:
     return build(_optimizers, "optimizer", *split_config("optimizer", config))
 
 
-def require_optimizer(operation: str, given: object) -> None:
-    """Raise `ConfigError` unless ``given`` is an `Optimizer`."""
-    instance(operation, None, given, Optimizer, "an optimizer, e.g. hpcdp.optim.SGD(lr=0.1)")
+def require_optimizer(operation: str, optimizer: object) -> None:
+    """Raise `ConfigError` unless ``optimizer`` is an `Optimizer`."""
+    instance(operation, None, optimizer, Optimizer, "an optimizer, e.g. hpcdp.optim.SGD(lr=0.1)")
 
 
 def require_by_elements(operation: str, optimizer: Optimizer) -> None:

@@ -183,8 +183,8 @@ def _old_path(folder: Path, step: int) -> Path:
 
 def another(steps: Iterable[int], damaged: int) -> int | None:
     """Return the step to use instead of a damaged one: the next older, else the newest; None without another."""
-    others = [step for step in steps if step != damaged]
-    return max((step for step in others if step < damaged), default=max(others, default=None))
+    other_steps = [step for step in steps if step != damaged]
+    return max((step for step in other_steps if step < damaged), default=max(other_steps, default=None))
 
 
 def find(folder: Path) -> dict[int, Path]:
@@ -365,13 +365,13 @@ def dropped(
     return [step for step in ordered if step not in stay]
 
 
-def worth(found: Mapping[int, Path], best: str | None) -> dict[int, float]:
+def worth(folders: Mapping[int, Path], best: str | None) -> dict[int, float]:
     """Return the values of the metric ``best`` by step, negated for ``"-metric"``, so that the greatest is the best."""
     if best is None:
         return {}
     name, sign = best.removeprefix("-"), -1 if best.startswith("-") else 1
     values = {}
-    for step, path in found.items():
+    for step, path in folders.items():
         with contextlib.suppress(DataError, KeyError):  # damaged, or saved without: never the best
             values[step] = sign * manifest.read(path).metrics[name]
     return values
@@ -384,13 +384,13 @@ def metric_name(operation: str, best: object, expected: str = "'metric' or '-met
     raise ConfigError(operation, where="best", expected=expected, got=repr(best))
 
 
-def best_step(operation: str, folder: Path, found: Mapping[int, Path], best: str) -> int:
+def best_step(operation: str, folder: Path, folders: Mapping[int, Path], best: str) -> int:
     """Return the step of the best checkpoint, the newest of several equal ones.
 
     Args:
         operation: the operation that errors name.
         folder: the folder of all checkpoints, which errors name.
-        found: the checkpoints by step.
+        folders: the checkpoints by step.
         best: the metric, see `worth`.
 
     Raises:
@@ -398,7 +398,7 @@ def best_step(operation: str, folder: Path, found: Mapping[int, Path], best: str
         DataError: no checkpoint has the metric.
     """
     metric_name(operation, best)
-    values = worth(found, best)
+    values = worth(folders, best)
     if not values:
         raise DataError(
             operation, where=folder, expected=f"checkpoints with the metric {best.removeprefix('-')}", got="none"
@@ -469,8 +469,10 @@ def overview(path: Path) -> Overview:
     saved = named | find(path)
     if not (saved or remains or writer):
         raise DataError("read checkpoints", where=path, expected="checkpoints", got="none")
-    seen = [look_at(saved[step], step) for step in sorted(saved)]
-    present = [checkpoint for checkpoint in seen if os.path.lexists(checkpoint.path)]  # a job may have removed some
+    looked_at = [look_at(saved[step], step) for step in sorted(saved)]
+    present = [
+        checkpoint for checkpoint in looked_at if os.path.lexists(checkpoint.path)
+    ]  # a job may have removed some
     return Overview(path, present, remains, writer)
 
 
@@ -553,14 +555,14 @@ def chosen(path: Path, step: int | None = None, best: str | None = None) -> Path
 
 
 @contextlib.contextmanager
-def offering_another(path: Path, taken: Path) -> Iterator[None]:
-    """Add another checkpoint as a remedy to errors in this context about the one that `chosen` has ``taken``."""
+def offering_another(path: Path, used: Path) -> Iterator[None]:
+    """Add another checkpoint as a remedy to errors in this context about the one that `chosen` has ``used``."""
     try:
         yield
     except DataError as error:
-        if error.remedy is None and path != taken and str(error.where).startswith(str(taken)):
-            saved = find(taken.parent)
+        if error.remedy is None and path != used and str(error.where).startswith(str(used)):
+            saved = find(used.parent)
             good = [step for step, folder in saved.items() if look_at(folder, step).damage is None]
-            other = another(good, step_of(taken))
+            other = another(good, step_of(used))
             error.remedy = None if other is None else f"pass --step {other} for another checkpoint"
         raise

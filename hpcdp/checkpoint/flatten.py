@@ -330,16 +330,16 @@ def _parts(operation: str, where: str, tensor: Sharded) -> list[Part]:
     return [Part(int(part.first), part.values) for part in parts]
 
 
-def check_parts(operation: str, name: str, whole: Sharded, parts: Iterable[Part]) -> None:
+def check_parts(operation: str, name: str, tensor: Sharded, parts: Iterable[Part]) -> None:
     """Raise `UnsupportedError` unless each of ``parts``, in host memory, is a run of the whole tensor's elements."""
     for part in parts:
-        values, dtype = part.values, np.dtype(whole.dtype)
+        values, dtype = part.values, np.dtype(tensor.dtype)
         if (values.ndim, values.dtype) != (1, dtype) or not values.flags.c_contiguous:
             expected, got = f"parts of shape (count,), contiguous, {dtype}", f"{values.shape} {values.dtype}"
             raise UnsupportedError(operation, where=name or "the state", expected=expected, got=got)
-        if not 0 <= part.first <= whole.count - values.size:
+        if not 0 <= part.first <= tensor.count - values.size:
             got = f"a part from {part.first} to {part.first + values.size}"
-            raise UnsupportedError(operation, where=name or "the state", expected=f"{whole.count} elements", got=got)
+            raise UnsupportedError(operation, where=name or "the state", expected=f"{tensor.count} elements", got=got)
 
 
 def _unsavable(name: str, expected: str, got: object, remedy: str | None = None) -> UnsupportedError:
@@ -491,20 +491,22 @@ class _Flattening:
             nodes = [self.node(item, joined(name, at), copies, copy) for at, item in enumerate(value)]
             return {"list" if isinstance(value, list) else "tuple": nodes}
         if isinstance(value, Sharded):
-            whole = plain("save", name, value)
+            tensor = plain("save", name, value)
             parts = tuple(
-                part if is_host(part.values) else Part(part.first, copied_to_host(part.values)) for part in whole.parts
+                part if is_host(part.values) else Part(part.first, copied_to_host(part.values)) for part in tensor.parts
             )
-            check_parts("save", name, whole, parts)
-            dtype = np.dtype(whole.dtype)
+            check_parts("save", name, tensor, parts)
+            dtype = np.dtype(tensor.dtype)
             stored = bits(native(np.empty(0, dtype))).dtype
             if not _is_storable(stored):
                 raise _unsavable(name, _SAVABLE, f"a Sharded of {dtype}")
             name = name or _ROOT
-            kept = tuple(Part(part.first, bits(native(part.values))) for part in parts)
-            is_copied = not any(is_host(part.values) for part in whole.parts)
+            runs = tuple(Part(part.first, bits(native(part.values))) for part in parts)
+            is_copied = not any(is_host(part.values) for part in tensor.parts)
             return self._hold(
-                HeldTensor(name, whole.shape, dtype.name, stored, kept, whole.copies, whole.copy, self._own, is_copied)
+                HeldTensor(
+                    name, tensor.shape, dtype.name, stored, runs, tensor.copies, tensor.copy, self._own, is_copied
+                )
             )
         stateful = stateful_of(value, self._world, self._names)
         if stateful is not None:
@@ -545,10 +547,10 @@ def _of_torch(value: object) -> str | None:
     """Return the remedy for an object of PyTorch that has no state."""
     if type(value).__module__.partition(".")[0] != "torch":
         return None
-    ours, name = sys.modules.get("hpcdp.torch"), type(value).__name__
-    if ours is None:
+    hpcdp_torch, name = sys.modules.get("hpcdp.torch"), type(value).__name__
+    if hpcdp_torch is None:
         return "import hpcdp.torch, too"
-    return f"use hpcdp.torch.{name}, which has a state" if hasattr(ours, name) else None
+    return f"use hpcdp.torch.{name}, which has a state" if hasattr(hpcdp_torch, name) else None
 
 
 def joined(name: str, key: object) -> str:
@@ -657,8 +659,8 @@ def without_ranks(form: Form) -> Form:
     if tag == "ranks":
         return None
     if tag == "dict":
-        kept = [[key, node] for key, node in content if not (isinstance(node, dict) and "ranks" in node)]
-        return {"dict": [[key, without_ranks(node)] for key, node in kept]}
+        entries = [[key, node] for key, node in content if not (isinstance(node, dict) and "ranks" in node)]
+        return {"dict": [[key, without_ranks(node)] for key, node in entries]}
     if tag in ("list", "tuple"):
         return {tag: [without_ranks(node) for node in content]}
     return form

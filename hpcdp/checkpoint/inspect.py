@@ -433,9 +433,9 @@ def differences(
                     yield Difference(name, what)
 
 
-def folded(found: Iterable[Difference]) -> Iterator[Difference]:
+def folded(items: Iterable[Difference]) -> Iterator[Difference]:
     """Join many differences in one list, such as the state of a random generator, to one."""
-    for within, group in itertools.groupby(found, _list_of):
+    for within, group in itertools.groupby(items, _list_of):
         of = list(group)
         if within is None or len(of) <= _MOST_VALUES:
             yield from of

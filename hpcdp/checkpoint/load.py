@@ -398,10 +398,10 @@ class Filling:
         return lambda: template
 
     def _sharded(self, template: Sharded, tensor: StoredTensor, name: str) -> Value:
-        whole = plain("restore", name, template)
-        parts = whole.parts
-        check_parts("restore", name, whole, [part for part in parts if is_host(part.values)])
-        shapes, dtype = (whole.shape, tensor.shape), np.dtype(whole.dtype).name
+        own = plain("restore", name, template)
+        parts = own.parts
+        check_parts("restore", name, own, [part for part in parts if is_host(part.values)])
+        shapes, dtype = (own.shape, tensor.shape), np.dtype(own.dtype).name
         if template.shares and shapes[0] != shapes[1] and shapes[0][1:] == shapes[1][1:] and dtype == tensor.dtype:
             for part in parts:
                 self._part(tensor, part, name, shapes[0][0])
@@ -596,7 +596,7 @@ def _offer(path: Path, damaged: int) -> str | None:
     return None if other is None else f"call restore(step={other}) for another checkpoint"
 
 
-def _restore(path: Path, world: World, step: int, into: Any, strict: bool, rename: Any, others: bool) -> Restored:
+def _restore(path: Path, world: World, step: int, into: Any, strict: bool, rename: Any, has_older: bool) -> Restored:
     comm, place = world.comm, directory.path_of(path, step)
     text, real_place = on_rank_0(comm, lambda: _read_manifest(path, step))
     saved = checkpoint_manifest.parse(text.encode(), place / checkpoint_manifest.NAME)
@@ -605,7 +605,7 @@ def _restore(path: Path, world: World, step: int, into: Any, strict: bool, renam
     require_same(comm, "restore", items, "restore into the same objects with the same names on all ranks")
     form = renamed(saved.state, names)
     filling = on_every_rank(comm, lambda: Filling(saved, form, world, into, strict, names))
-    if others and not strict:  # an older checkpoint may lack entries, which a damaged one must not have changed
+    if has_older and not strict:  # an older checkpoint may lack entries, which a damaged one must not have changed
         on_every_rank(comm, lambda: filling.check(Path(real_place)))
     on_every_rank(comm, lambda: filling.read(Path(real_place)))
     state = on_every_rank(comm, filling.finish)

@@ -328,15 +328,15 @@ def boxes(shape: tuple[int, ...], first: int, last: int) -> Iterator[tuple[slice
     row = math.prod(shape[1:])
     begin, end = -(-first // row), last // row
     if begin > end:  # within one row
-        for rest in boxes(shape[1:], first - end * row, last - end * row):
-            yield (slice(end, end + 1), *rest)
+        for inner in boxes(shape[1:], first - end * row, last - end * row):
+            yield (slice(end, end + 1), *inner)
         return
-    for rest in boxes(shape[1:], first - (begin - 1) * row, row) if first < begin * row else ():
-        yield (slice(begin - 1, begin), *rest)
+    for inner in boxes(shape[1:], first - (begin - 1) * row, row) if first < begin * row else ():
+        yield (slice(begin - 1, begin), *inner)
     if begin < end:
         yield (slice(begin, end), *(slice(0, size) for size in shape[1:]))
-    for rest in boxes(shape[1:], 0, last - end * row) if end * row < last else ():
-        yield (slice(end, end + 1), *rest)
+    for inner in boxes(shape[1:], 0, last - end * row) if end * row < last else ():
+        yield (slice(end, end + 1), *inner)
 
 
 def write(

@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from .overlap import GpuTimes
 
 
-def no_parameters(given: object) -> ConfigError:
+def no_parameters(params: object) -> ConfigError:
     """Return the error of a Trainer whose ``params`` are no parameters."""
     expected = "parameters, such as those of net.parameters()"
-    return ConfigError("Trainer", where="params", expected=expected, got=type_named(given))
+    return ConfigError("Trainer", where="params", expected=expected, got=type_named(params))
 
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -135,9 +135,9 @@ def require_same_settings(comm: Communicator, operation: str, learning_rate: flo
     require_same(comm, operation, items, "make the same changes on all ranks")
 
 
-def require_same_parameters(own: Mapping[str, object], given: Mapping[str, object]) -> None:
+def require_same_parameters(own: Mapping[str, object], saved: Mapping[str, object]) -> None:
     """Raise `ConfigError` where a saved state has other parameters than the trainer's ``own``."""
-    same_names("load_state_dict", "the trainer", sorted(own), sorted(given))
+    same_names("load_state_dict", "the trainer", sorted(own), sorted(saved))
 
 
 def require_whole(operation: str, params: Sequence[ParameterLike], remedy: str) -> None:
@@ -185,8 +185,8 @@ def share_over_parts(
 
 def _parameter_line(param: ParameterLike) -> str:
     shape, cut = tuple(param.data.shape), core_state.cut_of(param)
-    whole = f"{shape}" if cut is None else f"{cut.whole(shape)} cut along axis {cut.axis}"
-    return f"{param.name} {whole} {param.data.dtype}"
+    extent = f"{shape}" if cut is None else f"{cut.whole(shape)} cut along axis {cut.axis}"
+    return f"{param.name} {extent} {param.data.dtype}"
 
 
 def _checked_count(operation: str, count: int) -> int:
@@ -249,11 +249,11 @@ class MeanLosses:
         Returns:
             Whether the check is complete; a program does the same in each step.
         """
-        met, others = self._met, self._met_others
+        met, met_others = self._met, self._met_others
         self.forget()
         num_heads = sum(heads.count for heads in met)
-        if others or not met or count <= num_heads:  # each number may be the loss of one sample
-            return others
+        if met_others or not met or count <= num_heads:  # each number may be the loss of one sample
+            return met_others
         reductions = [reduction for heads in met for reduction in heads.reductions]
         size = _averaged(reductions, count / num_heads, loss_scale)
         if size and self._warns:

@@ -140,12 +140,12 @@ class BucketTrainer(BaseTrainer, FitsSaved):
     ) -> None:
         params = list(params)
         autograd.waitall()  # earlier calls use the values of this rank, not of rank 0
-        ours = trained(params, world)
-        adding = [param.name for param in ours if param.grad_req == "add"]
+        params = trained(params, world)
+        adding = [param.name for param in params if param.grad_req == "add"]
         check_settings(kvstore, update_on_kvstore, owner, clip_norm, overlap, adding)
         self.compression = Compression.of(compression)
         self.world: World = init() if world is None else world
-        self.virtual_shards = checked_virtual_shards(reproducible, virtual_shards, ours, self.compression, self.world)
+        self.virtual_shards = checked_virtual_shards(reproducible, virtual_shards, params, self.compression, self.world)
         self.optimizer = optimizer
         self.stats = CommunicationStats()
         self.policy = checked_policy(policy)
@@ -153,7 +153,7 @@ class BucketTrainer(BaseTrainer, FitsSaved):
         self._dynamic: DynamicLossScale | None = None
         if is_dynamic(loss_scale):
             self.policy, self._dynamic = skipping(self.policy), DynamicLossScale()
-        by_name = {param.name: param for param in ours}
+        by_name = {param.name: param for param in params}
         self._unwritten = Unwritten(self.policy, by_name, self.world.rank, self.world.size)
         self.clip_norm = None if clip_norm is None else float(clip_norm)
         self._leaves_some = False
@@ -164,18 +164,18 @@ class BucketTrainer(BaseTrainer, FitsSaved):
         self._held_count = 0
         settings = [f"{owner=} {bucket_cap_mb=} {clip_norm=} {overlap=} {loss_scale=} {self.policy}",
                     f"compression {self.compression}", f"virtual_shards={self.virtual_shards}"]  # fmt: skip
-        require_alike(self.world, ours, optimizer, settings)
-        room_for = share_over_parts(ours, self.world, self.compression)
+        require_alike(self.world, params, optimizer, settings)
+        room_for = share_over_parts(params, self.world, self.compression)
         if self.virtual_shards is not None:
             fix_arithmetic(self.world)
-        for param in ours:
+        for param in params:
             param.data = from_host(
                 of_rank_0(param.data, self.world.comm), param.data
             )  # a copy: the program's array may be read-only
-        show_to_profiler(ours, self.world)
-        layout, overlap = plan(described(ours), bucket_cap_mb, room_for=room_for), False if adding else overlap
+        show_to_profiler(params, self.world)
+        layout, overlap = plan(described(params), bucket_cap_mb, room_for=room_for), False if adding else overlap
         self.reducer = Reducer(
-            ours, layout, self.world, overlap, self.compression, self.virtual_shards, sharded=owner == "shard",
+            params, layout, self.world, overlap, self.compression, self.virtual_shards, sharded=owner == "shard",
             more_numbers=self._unwritten.length,
         )  # fmt: skip
         self._means = MeanLosses(warns=self.world.rank == 0)
@@ -183,7 +183,7 @@ class BucketTrainer(BaseTrainer, FitsSaved):
         self.reducer.scheduler.waited = self.stats.waited
         by_shards = owner == "shard" or (owner == "auto" and lies_once_per_node(self.reducer))
         self.owner: UpdateStrategy = (ShardedUpdate if by_shards else Replicated)(self.reducer, optimizer)
-        self._places, self._grads = places_of(ours), [(param, param.grad) for param in ours]
+        self._places, self._grads = places_of(params), [(param, param.grad) for param in params]
         self._on_host = True
         self._stale: list[str] = []
         """Parameters without a gradient in earlier virtual shards of this step, if that is an error."""
@@ -262,8 +262,8 @@ class BucketTrainer(BaseTrainer, FitsSaved):
         strangers = self._steps.closing_numbers
         lost = moved(self._places, self._grads)
         sums, alike = reducer.tally_alike(settings, count, bool(stale or lost), *strangers, *used)
-        total, num_stale, *others = sums
-        num_strangers, num_users = others[: len(strangers)], others[len(strangers) :]
+        total, num_stale, *more = sums
+        num_strangers, num_users = more[: len(strangers)], more[len(strangers) :]
         if not alike:
             self.drop()
             require_same_settings(self.world.comm, "step", learning_rate, loss_scale)
@@ -585,10 +585,10 @@ class BucketTrainer(BaseTrainer, FitsSaved):
             require_same_parameters(own, saved)
             for name, states in own.items():
                 if (MASTER in states) != (MASTER in saved[name]):
-                    had, has = ("16 bits", "another dtype")[:: 1 if MASTER not in states else -1]
+                    saved_kind, own_kind = ("16 bits", "another dtype")[:: 1 if MASTER not in states else -1]
                     raise ConfigError(
-                        "load_state_dict", where=name, expected=f"the state of a parameter of {has}",
-                        got=f"the state of a parameter of {had}", remedy="make the network in the saved dtype",
+                        "load_state_dict", where=name, expected=f"the state of a parameter of {own_kind}",
+                        got=f"the state of a parameter of {saved_kind}", remedy="make the network in the saved dtype",
                     )  # fmt: skip
             self.optimizer.take_config(json.loads(state["optimizer"]))
             take_states(own, saved)
@@ -627,9 +627,9 @@ class BucketTrainer(BaseTrainer, FitsSaved):
         arrays: dict[str, np.ndarray] = {}
         for name, of_param in tensors.items():
             for key, tensor in of_param.items():
-                whole = joined(tensor, self.world)
+                array = joined(tensor, self.world)
                 if self.world.rank == 0:
-                    arrays[f"{name}/{key}"] = whole
+                    arrays[f"{name}/{key}"] = array
         header = {"version": 1, "step_count": self.step_count, "optimizer": self.optimizer.config()["name"]}
         if self.virtual_shards is not None:
             header |= {"virtual_shards": self.virtual_shards, "arithmetic": arithmetic()}

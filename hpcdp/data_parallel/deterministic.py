@@ -125,21 +125,21 @@ def _segment(
     comm: Communicator,
     tag: int,
 ) -> Steps:
-    me, others = comm.rank, [rank for rank in range(comm.size) if rank != comm.rank]
+    me, peers = comm.rank, [rank for rank in range(comm.size) if rank != comm.rank]
     parts = [slice(*ends) for ends in itertools.pairwise(bounds(out.size, comm.size))]
     dtype = own[held[me][0]].dtype
-    sent = {rank: np.concatenate([own[node][parts[rank]] for node in held[me]]) for rank in others}
+    sent = {rank: np.concatenate([own[node][parts[rank]] for node in held[me]]) for rank in peers}
     size = parts[me].stop - parts[me].start
-    received = {rank: np.empty((len(held[rank]), size), dtype) for rank in others}
-    sends = [comm.isend(sent[rank], rank, tag) for rank in others]
-    yield [*sends, *(comm.irecv(received[rank].reshape(-1), rank, tag) for rank in others)]
+    received = {rank: np.empty((len(held[rank]), size), dtype) for rank in peers}
+    sends = [comm.isend(sent[rank], rank, tag) for rank in peers]
+    yield [*sends, *(comm.irecv(received[rank].reshape(-1), rank, tag) for rank in peers)]
     sums = {node: own[node][parts[me]] for node in held[me]}
-    for rank in others:
+    for rank in peers:
         sums |= dict(zip(held[rank], received[rank], strict=True))
     with np.errstate(over="ignore"):  # 16-bit sums may overflow to infinity, which the policy looks for
         out[parts[me]] = fold(root, sums)[root]
-    sends = [comm.isend(out[parts[me]], rank, tag) for rank in others]
-    yield [*sends, *(comm.irecv(out[parts[rank]], rank, tag) for rank in others)]
+    sends = [comm.isend(out[parts[me]], rank, tag) for rank in peers]
+    yield [*sends, *(comm.irecv(out[parts[rank]], rank, tag) for rank in peers)]
 
 
 def run_of(num: int, rank: int, size: int) -> range:

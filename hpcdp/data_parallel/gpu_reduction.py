@@ -242,10 +242,10 @@ class CodeStaging(Coder):
         feedback, slots = self.feedback[number], self._slots[number]
         streams.record(self._ready[number], row.stream)
         streams.wait_event(self._stream, self._ready[number])
-        kept: list[tuple[slice, Array]] = []
+        aside: list[tuple[slice, Array]] = []
         if unsent:
             with streams.on_device(), self._stream:
-                kept = set_aside(feedback.residual, unsent, self.columns[number])
+                aside = set_aside(feedback.residual, unsent, self.columns[number])
 
         def make(x: Array, first: int, lane: int) -> _OnDevice:
             return _OnDevice(x, first, feedback, self.comm, slots[lane], row)
@@ -255,9 +255,9 @@ class CodeStaging(Coder):
             with streams.on_device(), self._stream:
                 part[self._padding[number]] = 0
                 feedback.residual[self._padding[number]] = 0
-        if kept:
+        if aside:
             with streams.on_device(), self._stream:
-                put_back(feedback.residual, part, kept)
+                put_back(feedback.residual, part, aside)
         streams.record(self._summed[number], self._stream)
         return (self._summed[number],)
 

@@ -178,11 +178,11 @@ class InterNodeReduction(Coder):
         tag = self.tag(bucket)
         if self.feedback:
             feedback = self.feedback[bucket.number]
-            kept = set_aside(feedback.residual, unsent, bucket.shard)
+            aside = set_aside(feedback.residual, unsent, bucket.shard)
             yield from compressed_allreduce(host, feedback, self.comm, tag, turn)
             for part in self._padding[bucket.number]:  # some codecs decode a zero as another value
                 host[part] = feedback.residual[part] = 0
-            put_back(feedback.residual, host, kept)
+            put_back(feedback.residual, host, aside)
         else:
             total = resolve("reduction", "sum", host.dtype)
             yield from together(lanes_of_segment(host, total, self.comm, tag, self._message_nbytes, turn))
@@ -207,15 +207,15 @@ def set_aside(residual: Array, slots: Sequence[Slot], columns: tuple[int, int]) 
     first, last = columns
     ends = [(max(first, slot.offset), min(last, slot.offset + slot.count)) for slot in slots]
     parts = [slice(begin - first, end - first) for begin, end in ends if begin < end]
-    kept = [(part, residual[part].copy()) for part in parts]
+    aside = [(part, residual[part].copy()) for part in parts]
     for part in parts:
         residual[part] = 0
-    return kept
+    return aside
 
 
-def put_back(residual: Array, total: Array, kept: Sequence[tuple[slice, Array]]) -> None:
+def put_back(residual: Array, total: Array, aside: Sequence[tuple[slice, Array]]) -> None:
     """Undo `set_aside` after the sum, and zero these parts of ``total``: some codecs decode a zero as another value."""
-    for part, values in kept:
+    for part, values in aside:
         residual[part] = values
         total[part] = 0
 

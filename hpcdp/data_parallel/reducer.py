@@ -324,8 +324,8 @@ class Reducer:
     def launching(self, leaves: Sequence[ParameterLike]) -> list[ParameterLike]:
         """Return those of ``leaves``, in the order of their gradients, whose hooks launch a bucket."""
         numbers = {id(param): slot.bucket for param, slot in zip(self.params.values(), self.layout.slots, strict=True)}
-        ours = filter(self.takes, leaves if self.overlap else ())
-        return list({numbers[id(leaf)]: leaf for leaf in ours}.values())
+        own = filter(self.takes, leaves if self.overlap else ())
+        return list({numbers[id(leaf)]: leaf for leaf in own}.values())
 
     # State of a step
 

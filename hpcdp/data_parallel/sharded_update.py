@@ -321,8 +321,8 @@ class Layers:
         else:
             allreduce(squares.reshape(-1), "sum", reducer.world)
         if self._cut:
-            whole = _gathered(reducer.world.part_comm, reducer, squares[self._cut].tolist())
-            squares[self._cut] = np.sum(whole, axis=0)
+            by_part = _gathered(reducer.world.part_comm, reducer, squares[self._cut].tolist())
+            squares[self._cut] = np.sum(by_part, axis=0)
         return {slot.name: (row[0], row[1]) for row, slot in zip(squares.tolist(), self._slots, strict=True)}
 
     def _in(self, columns: tuple[tuple[int, int], ...]) -> list[_Segments]:

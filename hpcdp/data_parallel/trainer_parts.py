@@ -297,16 +297,16 @@ def residuals(reducer: Reducer) -> dict[str, Sharded]:
     """
     tensors: dict[str, Sharded] = {}
     for slot in reducer.layout.slots if reducer.keeps_unsent else ():
-        whole = reducer.residual(reducer.buckets[slot.bucket])
-        nodes, count = whole.shape
+        residual = reducer.residual(reducer.buckets[slot.bucket])
+        nodes, count = residual.shape
         if nodes == 1:
             return {}
         parts = []
-        for part in whole.parts:
+        for part in residual.parts:
             node, first = divmod(part.first, count)
             of_slot = _parts(slot, part.values, (first, first + part.values.shape[0]))
             parts += [Part(node * slot.count + own.first, own.values) for own in of_slot]
-        tensor = Sharded((nodes, *slot.shape), whole.dtype, parts, shares=True)
+        tensor = Sharded((nodes, *slot.shape), residual.dtype, parts, shares=True)
         cut = cut_of(reducer.params[slot.name])
         shifted = None if cut is None else replace(cut, axis=cut.axis + 1)
         tensors[slot.name] = _of_whole(tensor, shifted, reducer.world.part_comm)
@@ -336,15 +336,15 @@ def _parts(slot: Slot, columns: Array, span: tuple[int, int]) -> list[Part]:
 
 def joined(tensor: Sharded, world: World) -> np.ndarray:
     """Return a whole tensor, on the host, from the parts of all ranks of ``world``; every rank must call."""
-    whole = np.zeros(math.prod(tensor.shape), tensor.dtype)
+    flat = np.zeros(math.prod(tensor.shape), tensor.dtype)
     copies = tensor.copies if world.part_comm is None else tensor.copies // world.part_comm.size
     holds_all = copies == world.size
     if holds_all or tensor.copy % copies == 0:
         for part in tensor.parts:
-            whole[part.first : part.first + part.values.shape[0]] = to_host(part.values)
-    if whole.size and not holds_all:
-        join_parts(whole, world.comm)
-    return whole.reshape(tensor.shape)
+            flat[part.first : part.first + part.values.shape[0]] = to_host(part.values)
+    if flat.size and not holds_all:
+        join_parts(flat, world.comm)
+    return flat.reshape(tensor.shape)
 
 
 def regrouped(reducer: Reducer, saved: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -341,12 +341,12 @@ def check_array(operation: str, key: Key, value: Any, shape: tuple[int, ...], dt
 
 def merged(values: Sequence[Array]) -> Array:
     """Return the sum of arrays of one shape and dtype, in order, as a new array; float16 is summed in float32."""
-    first, *others = values
-    if not others:
+    first, *more = values
+    if not more:
         return first.copy()
     wide = np.result_type(first.dtype, np.float32) if is_host(first) and first.dtype.kind == "f" else first.dtype
     total = first.astype(wide)  # a copy
-    for value in others:
+    for value in more:
         total += value
     return total.astype(first.dtype, copy=False)
 

@@ -407,21 +407,21 @@ class Replay:
         Raises:
             ConfigError: the workers are processes, or there are servers.
         """
-        kept: Replay | None = world.kept.get(cls)
+        replay: Replay | None = world.kept.get(cls)
         if seed is None:
-            return kept
+            return replay
         if not isinstance(world.comm, ThreadCommunicator) or world.whole is not None:
             got = f"{world.library} ranks" if world.whole is None else "a world with servers"
             raise ConfigError(
                 "kvstore", where="replay", expected="thread ranks, by hpcdp.comm.thread_comm.run", got=got
             )
-        if kept is None:
+        if replay is None:
             made: list[Replay | None] = world.comm.meet(cls(world) if world.rank == 0 else None)
-            kept = world.kept[cls] = made[0]
-            assert kept is not None
+            replay = world.kept[cls] = made[0]
+            assert replay is not None
         if world.rank == 0:
-            kept._random = np.random.default_rng(seed)
-        return kept
+            replay._random = np.random.default_rng(seed)
+        return replay
 
     def share(self, world: World, table: Table) -> list[Table]:
         """Register a store of each worker, and return all workers' tables of it, for the clocks of all keys."""

@@ -109,9 +109,9 @@ class _Place:
             width = self._item.width
             place.reshape(-1, width)[self.rows] = value.reshape(-1, width)[self.rows]
 
-    def take_answer(self, asked: PendingRequest, flat: np.ndarray | None) -> int:
+    def take_answer(self, request: PendingRequest, flat: np.ndarray | None) -> int:
         """Copy an answer's values to ``flat``, if it is given, and return the answer's version."""
-        answer, item = asked.answer(), self._item
+        answer, item = request.answer(), self._item
         if flat is not None:
             payload, place = answer.payload, flat[self._part.first : self._part.last]
             count = place.size if self.rows is None else self.rows.size * item.width
@@ -152,14 +152,14 @@ class Transfer:
             item.cells[0].tick(self._worker)
         kind = MessageKind.PUSH if out is None else MessageKind.PUSHPULL
         flat = None if out is None else _flat(out)
-        asked: list[tuple[_Place, PendingRequest]] = []
+        requests: list[tuple[_Place, PendingRequest]] = []
         encoded = own.encoded(value)
         for number, (part, cell) in enumerate(zip(item.parts, item.cells, strict=True)):
             if cell is None:
                 message = self._message(kind, item, number, ticket=ticket)
                 message.rate = math.nan if isinstance(rate, Schedule) else rate
                 message.payload, message.coded = encoded[number], own.codes is not None
-                asked.append((_Place(item, number), self._ask(part.server, message, item)))
+                requests.append((_Place(item, number), self._ask(part.server, message, item)))
         version, failure = 0, _First()
         for number, (part, cell) in enumerate(zip(item.parts, item.cells, strict=True)):
             if cell is None:
@@ -174,7 +174,7 @@ class Transfer:
                 yield [_turn_of(cell, ticket)]
             with failure.kept():  # every part must see the ticket: a skipped part would wait for it forever
                 version = cell.change(change, table.group.rank, ticket >= 0)
-        for place, request in asked:
+        for place, request in requests:
             with failure.kept():
                 yield [request]
                 version = place.take_answer(request, flat)
@@ -200,21 +200,21 @@ class Transfer:
         flat = _flat(out)
         if rows is not None:
             flat[:] = 0
-        asked: list[tuple[_Place, PendingRequest]] = []
+        requests: list[tuple[_Place, PendingRequest]] = []
         version, failure = 0, _First()
         places = [_Place(item, number, rows) for number in range(len(item.parts))]
         for number, (place, cell) in enumerate(zip(places, item.cells, strict=True)):
             if cell is None:
                 message = self._message(MessageKind.PULL, item, number, ticket=ticket)
                 message.number, message.payload = int(rows is not None), place.rows
-                asked.append((place, self._ask(item.parts[number].server, message)))
+                requests.append((place, self._ask(item.parts[number].server, message)))
         for place, cell in zip(places, item.cells, strict=True):
             if cell is not None:
                 if ticket >= 0:
                     yield [_turn_of(cell, ticket)]
                 with failure.kept():  # see `push`
                     version = cell.read(partial(place.copy, flat), ticket >= 0)
-        for place, request in asked:
+        for place, request in requests:
             with failure.kept():
                 yield [request]
                 version = place.take_answer(request, flat)
@@ -233,9 +233,9 @@ class Transfer:
         return self._server.ask(dest, message, on_held)
 
     def _ask_and_wait(self, dest: int, message: Message) -> Message:
-        asked = self._ask(dest, message)
-        asked.wait()
-        return asked.answer()
+        request = self._ask(dest, message)
+        request.wait()
+        return request.answer()
 
     def _draw(self, item: Item, pushes: bool) -> Generator[Sequence[Request], None, int]:
         """Return a ticket for an operation on a key of several parts, from the server of the first."""
@@ -244,10 +244,10 @@ class Transfer:
             if pushes:
                 yield from self._held_back(cell)
             return self._table.draw(cell, self._worker, pushes)
-        asked = self._ask(item.parts[0].server, self._message(MessageKind.TICKET, item, 0, number=int(pushes)), item)
-        yield [asked]
-        self.statistics.waited_s += asked.held_s
-        return asked.answer().ticket
+        request = self._ask(item.parts[0].server, self._message(MessageKind.TICKET, item, 0, number=int(pushes)), item)
+        yield [request]
+        self.statistics.waited_s += request.held_s
+        return request.answer().ticket
 
     def _held_back(self, cell: ShmValue) -> Steps:
         """Wait while this worker leads by more pushes than the staleness bound, and report the slower workers."""
@@ -327,9 +327,9 @@ class Transfer:
     def num_dead(self, timeout_s: float) -> int:
         """Return the number of processes that have died, or whose node has not answered in time."""
         homes, deadline = self._table.homes, time.monotonic() + timeout_s
-        asked = {dest: self._ask(dest, Message(MessageKind.GONE, self._number)) for dest in self._one_a_home()}
+        requests = {dest: self._ask(dest, Message(MessageKind.GONE, self._number)) for dest in self._one_a_home()}
         dead = set(self._table.gone())
-        for dest, request in asked.items():
+        for dest, request in requests.items():
             with contextlib.suppress(HpcdpError):  # the server has died meanwhile
                 while not request.test() and time.monotonic() < deadline:
                     time.sleep(1e-3)
@@ -354,7 +354,7 @@ class Transfer:
 
     def read_state(self, item: Item, which: int) -> tuple[np.ndarray, int]:
         """Return an optimizer state of a key, in the key's shape, and the key's number of updates."""
-        whole, steps = np.zeros(item.count, state_dtype(item.dtype)), 0
+        flat, steps = np.zeros(item.count, state_dtype(item.dtype)), 0
         for number, (part, cell) in enumerate(zip(item.parts, item.cells, strict=True)):
             if cell is None:
                 message = self._message(MessageKind.READ_STATE, item, number, which=which)
@@ -366,8 +366,8 @@ class Transfer:
                     None if which == NO_STATE else cell.states[sorted(cell.states)[which]],
                 )
             if state is not None and which != NO_STATE:
-                whole[part.first : part.last] = state
-        return whole.reshape(item.shape), steps
+                flat[part.first : part.last] = state
+        return flat.reshape(item.shape), steps
 
     def write_steps(self, item: Item, steps: int) -> None:
         """Set the number of updates of a key."""
@@ -404,12 +404,12 @@ class Transfer:
                 if part.server == self._worker and cell is not None:
                     parts.append(Part(part.first, _copied(cell, which)))
         elif self._worker == 0:
-            whole = np.empty(item.shape, dtype)
+            value = np.empty(item.shape, dtype)
             if which == VALUE:
-                run_until_complete(self.pull(own, whole, None, [], None))
+                run_until_complete(self.pull(own, value, None, [], None))
             else:
-                whole = self.read_state(item, which)[0]
-            parts.append(Part(0, whole.reshape(-1)))
+                value = self.read_state(item, which)[0]
+            parts.append(Part(0, value.reshape(-1)))
         return Sharded(item.shape, dtype, parts)
 
 

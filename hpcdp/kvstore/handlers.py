@@ -146,8 +146,8 @@ class ShmValue:
     def tick(self, worker: int) -> None:
         """Count a push of a worker."""
         if self.clocks[worker] == AWAY:  # back again: continue from the slowest worker's clock
-            others = self.clocks[self.clocks != AWAY]
-            self.clocks[worker] = others.min() if others.size else 0
+            clocks = self.clocks[self.clocks != AWAY]
+            self.clocks[worker] = clocks.min() if clocks.size else 0
         self.clocks[worker] += 1
 
     def set_clock(self, worker: int, number: int) -> None:
@@ -479,17 +479,17 @@ def take(item: Item, cell: ShmValue, rank: int, count: int) -> int:
     if item.dtype != np.int64 or item.count != 1:
         got = f"{item.shape} {item.dtype}"
         raise ConfigError("take", where=f"key {item.key!r}", expected="a key of one int64", got=got)
-    taken = [0]
+    before = [0]
 
     def add(flat: np.ndarray) -> None:
-        taken[0] = int(flat[0])
-        following = taken[0] + count
+        before[0] = int(flat[0])
+        following = before[0] + count
         if not _INT64.min <= following <= _INT64.max:
             raise ConfigError("take", where=f"key {item.key!r}", expected="a sum that int64 holds", got=following)
         flat[0] = following
 
     cell.change(add, rank)
-    return taken[0]
+    return before[0]
 
 
 def no_updater(operation: str) -> ConfigError:
@@ -636,9 +636,9 @@ class Requests:
         assert payload is not None
         count = last - first
         if message.coded:
-            wanted = -1 if self.table.compression is None else self.table.compression.codec.nbytes(count, item.dtype)
-            if payload.nbytes != wanted:
-                expected = "no codes" if wanted < 0 else f"{wanted} bytes of codes"
+            nbytes = -1 if self.table.compression is None else self.table.compression.codec.nbytes(count, item.dtype)
+            if payload.nbytes != nbytes:
+                expected = "no codes" if nbytes < 0 else f"{nbytes} bytes of codes"
                 raise MismatchError(
                     "push", where=f"key {item.key!r}", expected=expected, got=f"{payload.nbytes} bytes of codes"
                 )

@@ -151,7 +151,7 @@ def following_nbytes(message: np.ndarray) -> int:
     return nbytes if MESSAGE_NBYTES - HEADER_NBYTES < nbytes <= MOST_NBYTES else 0
 
 
-def decode(message: np.ndarray, rest: np.ndarray | None = None) -> Message:
+def decode(message: np.ndarray, following: np.ndarray | None = None) -> Message:
     """Decode a message from its bytes, dtype uint8, and those that followed; the payload is a view of them.
 
     Raises:
@@ -168,9 +168,9 @@ def decode(message: np.ndarray, rest: np.ndarray | None = None) -> Message:
     if kind not in set(MessageKind) or dtype >= len(DTYPES) or coded > 1:
         got = f"kind {kind}, dtype {dtype}, coded {coded}"
         raise MismatchError("key-value store message", expected="a known kind and dtype", got=got)
-    body = message[HEADER_NBYTES:] if rest is None else rest
-    if follow != (0 if rest is None else rest.size):
-        expected, got = f"{0 if rest is None else rest.size} following bytes", f"a length of {follow}"
+    body = message[HEADER_NBYTES:] if following is None else following
+    if follow != (0 if following is None else following.size):
+        expected, got = f"{0 if following is None else following.size} following bytes", f"a length of {follow}"
         raise MismatchError("key-value store message", expected=expected, got=got)
     if body.size % DTYPES[dtype].itemsize:
         got = f"{body.size} bytes"

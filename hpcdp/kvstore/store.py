@@ -581,8 +581,8 @@ class KVStore(abc.ABC):
         for key, entry in entries if any(residuals.values()) else ():
             shape, first = (self.num_workers, *entry.stored.shape), self.rank * int(entry.stored.size)
             parts = [Part(first + part.first, part.values) for part in residuals[key]]
-            whole = Sharded(shape, np.dtype(entry.stored.dtype), parts, shares=True)
-            state.setdefault("residuals", {})[key] = whole
+            residual = Sharded(shape, np.dtype(entry.stored.dtype), parts, shares=True)
+            state.setdefault("residuals", {})[key] = residual
         self.barrier()
         return state
 

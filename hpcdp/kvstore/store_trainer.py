@@ -501,9 +501,9 @@ class StoreTrainer(BaseTrainer, FitsSaved):
         arrays: dict[str, np.ndarray] = {}
         for name, tensors in states.items():
             for key, tensor in tensors.items():
-                whole = self.store.whole(tensor)
+                array = self.store.whole(tensor)
                 if self.store.rank == 0:
-                    arrays[f"{name}/{key}"] = whole
+                    arrays[f"{name}/{key}"] = array
         header = {"version": 1, "step_count": self.step_count, "optimizer": self.optimizer.config()["name"]}
         if passed_over:
             header["passed_over"] = passed_over

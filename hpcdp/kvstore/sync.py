@@ -205,10 +205,10 @@ class Rows:
 
     def whole(self) -> np.ndarray:
         """Join the sum of a round from the owners' rows, shape ``(size,)``."""
-        whole = np.empty(self.size, self.flat.dtype)
+        total = np.empty(self.size, self.flat.dtype)
         for local, (first, last) in enumerate(zip(self.ends[:-1], self.ends[1:], strict=True)):
-            whole[first:last] = self.bucket.rows[local, first:last]
-        return whole
+            total[first:last] = self.bucket.rows[local, first:last]
+        return total
 
 
 class Reached:
@@ -264,9 +264,9 @@ class Coded:
             comm, tag = self._rail.comm, self._rail.tag(self._rows.bucket)
             of_nodes = [np.empty((len(ranks), own.shape[1]), np.uint8) for ranks in self._members]
             of_nodes[comm.rank] = own
-            others = [node for node in range(comm.size) if node != comm.rank]
-            sends = [comm.isend(own.reshape(-1), node, tag) for node in others]
-            yield [*sends, *(comm.irecv(of_nodes[node].reshape(-1), node, tag) for node in others)]
+            nodes = [node for node in range(comm.size) if node != comm.rank]
+            sends = [comm.isend(own.reshape(-1), node, tag) for node in nodes]
+            yield [*sends, *(comm.irecv(of_nodes[node].reshape(-1), node, tag) for node in nodes)]
         ranks = [rank for node in self._members for rank in node]
         everyone = [codes for node in of_nodes for codes in node]
         in_order = (everyone[at] for at in np.argsort(ranks))
@@ -610,8 +610,8 @@ class SyncStore(WorldStore):
     def _update_alone(self, push: _Push, summed: np.ndarray) -> None:
         rows, stored = push.rows, push.entry.stored
         if self._memory.rank == rows.updates_alone:
-            whole = summed[: rows.size] if self._memory.size == 1 else rows.whole()
-            push.updater.update(push.entry.key, whole.reshape(stored.shape), stored)
+            total = summed[: rows.size] if self._memory.size == 1 else rows.whole()
+            push.updater.update(push.entry.key, total.reshape(stored.shape), stored)
 
     def _try(self, push: _Push, update: Callable[[], None]) -> None:
         """Call ``update``, and publish its error, which all ranks raise at the end of the round."""

@@ -119,8 +119,8 @@ def softmax_cross_entropy(logits: Any, labels: Any) -> Tensor:
 @in_float32(has_kernels=True, first_alone=True, rounds=False)
 def _cross_entropy(logits: Any, labels: Any) -> Tensor:
     """Compute the loss of each label, in the shape of ``labels``."""
-    given, y = as_tensor(logits).data, labels.data if isinstance(labels, Tensor) else labels
-    a = contiguous(given)
+    logits_data, y = as_tensor(logits).data, labels.data if isinstance(labels, Tensor) else labels
+    a = contiguous(logits_data)
     xp = alike("softmax_cross_entropy", a)
     if a.ndim < 2 or not a.shape[-1] or y.shape != a.shape[:-1] or y.dtype.kind not in "iu":
         raise UnsupportedError(
@@ -163,7 +163,7 @@ def _cross_entropy(logits: Any, labels: Any) -> Tensor:
             functions.softmax_cross_entropy_gradient(flat(contiguous(gy)), *rows[1:], flat(place))
             dx.add(place)
 
-    return on_tape(losses, (logits,), pullback, lambda out: [*refreshed(a, given), (compute, (out,))])
+    return on_tape(losses, (logits,), pullback, lambda out: [*refreshed(a, logits_data), (compute, (out,))])
 
 
 def l2_loss(predictions: Any, targets: Any) -> Tensor:
@@ -240,8 +240,8 @@ def batch_norm(
     Raises:
         UnsupportedError: other shapes, or dtypes that differ.
     """
-    given = [as_tensor(operand).data for operand in (x, scale, shift)]
-    a, gamma, beta = map(contiguous, given)
+    operands = [as_tensor(operand).data for operand in (x, scale, shift)]
+    a, gamma, beta = map(contiguous, operands)
     xp = alike("batch_norm", a, gamma, beta, wide=True)
     require_channels(a, gamma, beta, running_mean, running_var)
     planes = a.reshape(*a.shape[:2], math.prod(a.shape[2:]))
@@ -259,7 +259,7 @@ def batch_norm(
     called(moves)
 
     def again(place: Array) -> list[Call]:
-        copies = [call for pair in zip((a, gamma, beta), given, strict=True) for call in refreshed(*pair)]
+        copies = [call for pair in zip((a, gamma, beta), operands, strict=True) for call in refreshed(*pair)]
         return [*copies, (compute, (planes, gamma, beta, place.reshape(planes.shape), (mean, variance), eps)), *moves]
 
     def pullback(gy: Array, *gradients: Gradient | None) -> None:
@@ -315,16 +315,16 @@ def batch_norm_by_running(x: Any, scale: Any, shift: Any, running_mean: Any, run
 
     out = empty(a.shape, a.dtype, xp)
     compute(out)
-    others = (0, *range(2, a.ndim))
+    other_axes = (0, *range(2, a.ndim))
 
     def pullback(gy: Array, dx: Gradient | None, dscale: Gradient | None, dshift: Gradient | None) -> None:
         if dx is not None:
             dx.add(xp.multiply(gy, factor.reshape(shape), out=dx.empty()))
         if dshift is not None:
-            dshift.add(gy.sum(axis=others))
+            dshift.add(gy.sum(axis=other_axes))
         if dscale is not None:
             # Center first: sum(gy * x) and mean * sum(gy) may both be large while their difference is small.
-            product = (gy * (a - mean.reshape(shape))).sum(axis=others)
+            product = (gy * (a - mean.reshape(shape))).sum(axis=other_axes)
             dscale.add(product * inverse if a.size else product)  # 0 for an empty batch, though inverse may be NaN
 
     return on_tape(out, (x, scale, shift), pullback, lambda out: [(compute, (out,))])
@@ -535,9 +535,9 @@ def conv2d(
     Raises:
         UnsupportedError: other shapes, dtypes that differ, windows that do not fit, or another activation.
     """
-    given = [None if operand is None else as_tensor(operand).data for operand in (x, weight, bias)]
-    a, w = _images("conv2d", x), contiguous(given[1])
-    b = None if bias is None else contiguous(given[2])
+    operands = [None if operand is None else as_tensor(operand).data for operand in (x, weight, bias)]
+    a, w = _images("conv2d", x), contiguous(operands[1])
+    b = None if bias is None else contiguous(operands[2])
     relu, steps, zeros = is_relu(activation), pair(stride), pair(padding)
     xp = alike("conv2d", a, w, b)
     if w.ndim != 4 or a.shape[1] != w.shape[1] or 0 in w.shape[:2] or (b is not None and b.shape != w.shape[:1]):
@@ -550,14 +550,14 @@ def conv2d(
     compute(a, w, b, out, steps, zeros, relu)
 
     def again(place: Array) -> list[Call]:
-        copies = [call for pair in zip((a, w, b), given, strict=True) for call in refreshed(*pair)]
+        copies = [call for pair in zip((a, w, b), operands, strict=True) for call in refreshed(*pair)]
         return [*copies, (compute, (a, w, b, place, steps, zeros, relu))]
 
     def pullback(gy: Array, dx: Gradient | None, dweight: Gradient | None, dbias: Gradient | None) -> None:
-        wanted = (dx, dweight, dbias)
-        into = tuple(None if gradient is None else gradient.empty() for gradient in wanted)
+        gradients = (dx, dweight, dbias)
+        into = tuple(None if gradient is None else gradient.empty() for gradient in gradients)
         kernels_for("convolution", a).conv2d_gradients(a, w, contiguous(gy), out if relu else None, into, steps, zeros)
-        for gradient, place in zip(wanted, into, strict=True):
+        for gradient, place in zip(gradients, into, strict=True):
             if gradient is not None:
                 gradient.add(place)
 
@@ -605,7 +605,7 @@ def _pooled(
     operation: str, name: str, x: Any, kernel_size: Size, stride: Size | None, padding: Size, has_choice: bool
 ) -> Tensor:
     """Pool by the kernel ``name``, which with ``has_choice`` stores which element of each window it has chosen."""
-    given, a = as_tensor(x).data, _images(operation, x)
+    data, a = as_tensor(x).data, _images(operation, x)
     kernel, zeros = pair(kernel_size), pair(padding)
     steps = kernel if stride is None else pair(stride)
     xp = alike(operation, a)
@@ -622,7 +622,7 @@ def _pooled(
             dx.add(place)
 
     def again(place: Array) -> list[Call]:
-        return [*refreshed(a, given), (compute, (a, place, *chosen, kernel, steps, zeros))]
+        return [*refreshed(a, data), (compute, (a, place, *chosen, kernel, steps, zeros))]
 
     return on_tape(out, (x,), pullback, again)
 
@@ -663,11 +663,11 @@ def dropout(x: Any, p: float, generator: np.random.Generator) -> Tensor:
     xp = alike("dropout", a)
     if not 0 <= p < 1:
         raise UnsupportedError("dropout", where="p", expected="a probability in [0, 1)", got=p)
-    kept = np.asarray(1 / (1 - p), str(a.dtype))
+    factor = np.asarray(1 / (1 - p), str(a.dtype))
     scale = empty(a.shape, a.dtype, xp)
 
     def drawn() -> Array:
-        return np.multiply(generator.random(a.shape, np.float32) >= p, kept)
+        return np.multiply(generator.random(a.shape, np.float32) >= p, factor)
 
     fill(scale, drawn)
     out = xp.multiply(a, scale, out=empty(a.shape, a.dtype, xp))

@@ -420,8 +420,8 @@ def lstm(x: Any, weight: Any, recurrent_weight: Any, bias: Any) -> Tensor:
     Returns:
         The hidden states of all steps, shape ``(batch, time, size)``.
     """
-    given = [as_tensor(operand).data for operand in (x, weight, recurrent_weight, bias)]
-    a, w, u, b = map(contiguous, given)
+    operands = [as_tensor(operand).data for operand in (x, weight, recurrent_weight, bias)]
+    a, w, u, b = map(contiguous, operands)
     xp = alike("lstm", a, w, u, b)
     size = u.shape[0]
     if a.ndim != 3 or w.shape != (a.shape[2], 4 * size) or u.shape != (size, 4 * size) or b.shape != (4 * size,):
@@ -435,7 +435,7 @@ def lstm(x: Any, weight: Any, recurrent_weight: Any, bias: Any) -> Tensor:
     product = empty((batch, 4 * size), a.dtype, xp)  # reused by every step, so that it stays in the cache
 
     def again(place: Array) -> list[Call]:
-        calls = [call for pair in zip((a, w, u, b), given, strict=True) for call in refreshed(*pair)]
+        calls = [call for pair in zip((a, w, u, b), operands, strict=True) for call in refreshed(*pair)]
         if time > 1:
             calls += [(weights[:features].__setitem__, (..., w)), (weights[features:].__setitem__, (..., u))]
         calls += [
@@ -593,8 +593,8 @@ def layer_norm(x: Any, scale: Any, shift: Any, eps: float) -> Tensor:
     Returns:
         The shape of ``x``.
     """
-    given = [as_tensor(x_).data for x_ in (x, scale, shift)]
-    a, gamma, beta = map(contiguous, given)
+    operands = [as_tensor(x_).data for x_ in (x, scale, shift)]
+    a, gamma, beta = map(contiguous, operands)
     xp = alike("layer_norm", a, gamma, beta)
     if a.ndim < 2 or gamma.shape != a.shape[-1:] or beta.shape != gamma.shape:
         raise misshapen("layer_norm", "(..., features), (features,) and (features,)", a, gamma, beta)
@@ -605,7 +605,7 @@ def layer_norm(x: Any, scale: Any, shift: Any, eps: float) -> Tensor:
     compute.layer_norm(rows, gamma, beta, out, saved, eps)
 
     def again(place: Array) -> list[Call]:
-        copies = [call for pair in zip((a, gamma, beta), given, strict=True) for call in refreshed(*pair)]
+        copies = [call for pair in zip((a, gamma, beta), operands, strict=True) for call in refreshed(*pair)]
         return [*copies, (compute.layer_norm, (rows, gamma, beta, place.reshape(rows.shape), saved, eps))]
 
     def pullback(gy: Array, *gradients: Gradient | None) -> None:
@@ -623,8 +623,8 @@ def layer_norm(x: Any, scale: Any, shift: Any, eps: float) -> Tensor:
 @in_float32()
 def gelu(x: Any) -> Tensor:
     """Compute ``x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))`` (Hendrycks and Gimpel 2016, section 2)."""
-    given = as_tensor(x).data
-    a = contiguous(given)
+    data = as_tensor(x).data
+    a = contiguous(data)
     xp = alike("gelu", a)
     compute = kernels_for("networks", a)
     out = empty(a.shape, a.dtype, xp)
@@ -636,7 +636,7 @@ def gelu(x: Any) -> Tensor:
             compute.gelu_gradient(contiguous(gy), a, place)
             dx.add(place)
 
-    return on_tape(out, (x,), pullback, lambda place: [*refreshed(a, given), (compute.gelu, (a, place))])
+    return on_tape(out, (x,), pullback, lambda place: [*refreshed(a, data), (compute.gelu, (a, place))])
 
 
 @operator("causal_attention", ("parts",))
@@ -654,8 +654,8 @@ def causal_attention(parts: Any, heads: int) -> Tensor:
     Returns:
         The heads side by side, shape ``(batch, time, width)``.
     """
-    given = as_tensor(parts).data
-    a = contiguous(given)
+    data = as_tensor(parts).data
+    a = contiguous(data)
     xp = alike("causal_attention", a)
     if a.ndim != 3 or heads < 1 or a.shape[2] % (3 * heads) or not a.shape[2]:
         expected = f"shape (batch, time, 3 width) with a width > 0 divisible by {heads} heads"
@@ -678,7 +678,7 @@ def causal_attention(parts: Any, heads: int) -> Tensor:
     def again(place: Array) -> list[Call]:
         (into,) = split(place, 1)
         return [
-            *refreshed(a, given),
+            *refreshed(a, data),
             (partial(matmul, out=chances), (queries, keys.swapaxes(-1, -2))),
             (compute.causal_shift, (flat, factor)),
             (partial(xp.exp, out=flat), (flat,)),

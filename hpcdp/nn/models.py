@@ -419,9 +419,9 @@ class SymbolBlock(Module):
         """Compute the exported network; inputs need the exported shapes and dtypes."""
         graph = self.__graph
         any_batch = graph.any_batch
-        given = [(meta.ndim, tuple(meta.shape[any_batch:]), str(meta.dtype)) for meta in inputs]
+        actual = [(meta.ndim, tuple(meta.shape[any_batch:]), str(meta.dtype)) for meta in inputs]
         expected = [(len(meta.shape), meta.shape[any_batch:], meta.dtype) for meta in graph.inputs]
-        if given != expected:
+        if actual != expected:
             shape_of = _any_batch if any_batch else tuple
             shapes = ", ".join(f"{meta.dtype} of shape {shape_of(meta.shape)}" for meta in graph.inputs)
             got = ", ".join(f"{meta.dtype} of shape {tuple(meta.shape)}" for meta in inputs)

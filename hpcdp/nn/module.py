@@ -267,10 +267,10 @@ class Module:
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yield path and parameter, each parameter once, in the order of assignment."""
-        seen = set()
+        visited = set()
         for name, tensor in self._tensors():
-            if isinstance(tensor, Parameter) and tensor not in seen:
-                seen.add(tensor)
+            if isinstance(tensor, Parameter) and tensor not in visited:
+                visited.add(tensor)
                 yield name, tensor
 
     def parameters(self) -> list[Parameter]:
@@ -304,11 +304,11 @@ class Module:
     def named_generators(self) -> Iterator[tuple[str, np.random.Generator]]:
         """Yield path and random generator of every part that has one as an attribute, each generator once."""
         catch_up()
-        seen = set()
+        visited = set()
         for prefix, module in self._modules(""):
             for name, value in vars(module).items():
-                if isinstance(value, np.random.Generator) and id(value) not in seen:
-                    seen.add(id(value))
+                if isinstance(value, np.random.Generator) and id(value) not in visited:
+                    visited.add(id(value))
                     yield prefix + name, value
 
     def modules(self) -> Iterator[Module]:
@@ -380,13 +380,13 @@ class Module:
         require_state("a network", state)
         own = self._arrays()  # a subclass's state_dict may have more entries
         same_names("load_state_dict", "the network", own, state)
-        others = {name: array for name, array in own.items() if state[name] is not array}
-        given = {name: _fitting(name, state[name], array) for name, array in others.items()}
-        for name, array in others.items():  # a checkpoint that filled them in place did so on all ranks together
+        changed = {name: array for name, array in own.items() if state[name] is not array}
+        fitted = {name: _fitting(name, state[name], array) for name, array in changed.items()}
+        for name, array in changed.items():  # a checkpoint that filled them in place did so on all ranks together
             refuse_change(array, name, "load_state_dict")
-        for name, array in others.items():
+        for name, array in changed.items():
             with on_device_of(array):
-                array[...] = from_host(to_host(given[name]), array)
+                array[...] = from_host(to_host(fitted[name]), array)
 
     def describe(self) -> str:
         """Return the text inside the parentheses of this module's line in ``repr``."""
@@ -400,12 +400,12 @@ class Module:
 
 def _parameters_in(value: Any) -> Iterator[Parameter]:
     """Yield the parameters in nested lists, tuples, dicts and modules."""
-    left, seen = [value], set[int]()
+    left, visited = [value], set[int]()
     while left:
         value_ = left.pop()
         if isinstance(value_, (list, tuple, dict)):
-            if id(value_) not in seen:  # one may be in itself
-                seen.add(id(value_))
+            if id(value_) not in visited:  # one may be in itself
+                visited.add(id(value_))
                 left += value_.values() if isinstance(value_, dict) else value_
         elif isinstance(value_, Module):
             yield from (parameter for _, parameter in value_.named_parameters())
@@ -413,16 +413,16 @@ def _parameters_in(value: Any) -> Iterator[Parameter]:
             yield value_
 
 
-def _fitting(name: str, given: Any, own: Array) -> Array:
-    """Return ``given`` as an array that fits ``own``, or raise `ConfigError`."""
+def _fitting(name: str, value: Any, own: Array) -> Array:
+    """Return ``value`` as an array that fits ``own``, or raise `ConfigError`."""
     expected = f"an array of shape {tuple(own.shape)}"
-    if not hasattr(given, "shape"):
-        raise ConfigError("load_state_dict", where=name, expected=expected, got=type_named(given))
-    if tuple(given.shape) != tuple(own.shape):
-        got = f"shape {tuple(given.shape)}"
+    if not hasattr(value, "shape"):
+        raise ConfigError("load_state_dict", where=name, expected=expected, got=type_named(value))
+    if tuple(value.shape) != tuple(own.shape):
+        got = f"shape {tuple(value.shape)}"
         raise ConfigError("load_state_dict", where=name, expected=f"shape {tuple(own.shape)}", got=got)
     try:
-        array = given if has_namespace(given) else np.asarray(given)
+        array = value if has_namespace(value) else np.asarray(value)
     except HpcdpError:
         raise
     except (RuntimeError, TypeError) as error:  # PyTorch raises it for a tensor that requires a gradient
@@ -532,13 +532,13 @@ def require_draw(draw: object) -> None:
 
 def drawn(draw: Draw, shape: tuple[int, ...]) -> np.ndarray:
     """Return ``draw(shape)`` as float32; `ConfigError` unless it is an array of numbers of this shape."""
-    given = draw(shape)
+    returned = draw(shape)
     try:
-        values = given.astype(np.float32, copy=False) if is_cupy(given) else np.asarray(given, np.float32)
+        values = returned.astype(np.float32, copy=False) if is_cupy(returned) else np.asarray(returned, np.float32)
     except HpcdpError:
         raise
     except (TypeError, ValueError):
-        got = type_named(given)
+        got = type_named(returned)
     else:
         if values.shape == shape:
             return values
@@ -643,7 +643,7 @@ class _CastCall:
 
     def __init__(self, half: np.dtype, to: np.dtype, rounds: bool) -> None:
         self._half, self._to, self._rounds = half, to, rounds and to != half
-        self._given: dict[int, tuple[Any, Tensor]] = {}
+        self._operands: dict[int, tuple[Any, Tensor]] = {}
         """Maps the id of a converted operand to the original operand and the converted tensor."""
         self._refresh: list[Call] = []
 
@@ -652,10 +652,10 @@ class _CastCall:
         with captured() as calls:
             operands = [self._converted(x, is_first=not i) for i, x in enumerate((*args, *kwargs.values()))]
             returned = function(*operands[: len(args)], **dict(zip(kwargs, operands[len(args) :], strict=True)))
-        wide, *others = returned if isinstance(returned, tuple) else (returned,)
+        wide, *extras = returned if isinstance(returned, tuple) else (returned,)
         inputs, pullback, again = calls[0]
         result = self._on_tape(wide.data, inputs, pullback, again)
-        return (result, *others) if isinstance(returned, tuple) else result
+        return (result, *extras) if isinstance(returned, tuple) else result
 
     def _converted(self, x: Any, is_first: bool) -> Any:
         a = value_of(x)
@@ -667,11 +667,11 @@ class _CastCall:
         copy = copied()
         self._refresh.append((lambda: copy.__setitem__(..., copied()), ()))
         tensor = Tensor(copy)
-        self._given[id(tensor)] = (as_tensor(x), tensor)
+        self._operands[id(tensor)] = (as_tensor(x), tensor)
         return tensor
 
     def _on_tape(self, wide: Array, inputs: Sequence[Any], pullback: Any, again: Again | None) -> Tensor:
-        originals = [self._given.get(id(x), (x, None)) for x in inputs]
+        originals = [self._operands.get(id(x), (x, None)) for x in inputs]
 
         def back(gy: Array, *gradients: Gradient | None) -> None:
             xp = array_namespace(gy)

@@ -184,7 +184,7 @@ class _Copy:
         self.module = copy.copy(net)
         self.module.hybridize(False)  # its parameters are other objects in each call
         self._parts: dict[str, _Copy] = {}
-        self._given = vars(self.module).copy()
+        self._copied = vars(self.module).copy()
         """Attributes copied from the network."""
 
     def update(self, done: dict[Tensor, Tensor]) -> None:
@@ -192,34 +192,34 @@ class _Copy:
 
         In training each device keeps its own running statistics: they are not read before the next copy.
         """
-        here, given = vars(self.module), self._given
-        kept = self.net.statistics() if is_training() and isinstance(self.net, KeepsStatistics) else ()
+        here, copied = vars(self.module), self._copied
+        statistics = self.net.statistics() if is_training() and isinstance(self.net, KeepsStatistics) else ()
         for name, value in vars(self.net).items():
-            is_own = here.get(name) is not given.get(name)
+            is_own = here.get(name) is not copied.get(name)
             if isinstance(value, Module):
-                here[name] = given[name] = self._part(name, value, done)
+                here[name] = copied[name] = self._part(name, value, done)
             elif isinstance(value, Parameter):
                 if value not in done:
                     done[value] = moved(value, self.device)
-                here[name] = given[name] = done[value]
-            elif is_own or name == "_hybrid" or (here.get(name) is not value and any(value is x for x in kept)):
+                here[name] = copied[name] = done[value]
+            elif is_own or name == "_hybrid" or (here.get(name) is not value and any(value is x for x in statistics)):
                 continue
             elif isinstance(value, Tensor):
                 catch_up()
-                here[name] = given[name] = Tensor(self.device.put(value.data))
+                here[name] = copied[name] = Tensor(self.device.put(value.data))
             else:
-                here[name] = given[name] = value
+                here[name] = copied[name] = value
         self._remove_missing()
 
     def _remove_missing(self) -> None:
         """Delete attributes that the network no longer has, and restore the network's order."""
-        here, given, theirs = vars(self.module), self._given, vars(self.net)
-        for name in given.keys() - theirs.keys():
-            if here.get(name) is given.pop(name):
+        here, copied, source = vars(self.module), self._copied, vars(self.net)
+        for name in copied.keys() - source.keys():
+            if here.get(name) is copied.pop(name):
                 here.pop(name, None)
                 self._parts.pop(name, None)
-        if [name for name in here if name in theirs] != [name for name in theirs if name in here]:
-            here.update([(name, here.pop(name)) for name in theirs if name in here])
+        if [name for name in here if name in source] != [name for name in source if name in here]:
+            here.update([(name, here.pop(name)) for name in source if name in here])
 
     def _part(self, name: str, value: Module, done: dict[Tensor, Tensor]) -> Module:
         part = self._parts.get(name)

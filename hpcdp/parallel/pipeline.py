@@ -149,12 +149,12 @@ class StageMessages(StageLink):
     def expect(self, length: int) -> None:
         """See `StageLink.expect`; a batch of another length is a `MismatchError`."""
         with self._waiting():
-            (theirs,) = self._receive(np.empty(1, np.int64))
-        if theirs != length:
+            (previous_length,) = self._receive(np.empty(1, np.int64))
+        if previous_length != length:
             raise MismatchError(
                 "Pipeline.step", where="batch",
-                expected=f"{theirs} samples, as on rank {self._other} of this copy, the previous stage", got=length,
-                remedy="pass the same batch to all stages of a copy, or arrays of its length",
+                expected=f"{previous_length} samples, as on rank {self._other} of this copy, the previous stage",
+                got=length, remedy="pass the same batch to all stages of a copy, or arrays of its length",
             )  # fmt: skip
 
     def send(self, arrays: tuple[Array, ...]) -> None:

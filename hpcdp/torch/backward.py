@@ -239,12 +239,12 @@ class Backward:
 
     def watch(self, outputs: Iterator[torch.Tensor]) -> bool:
         """Let backwards through an output of the forward count; return whether a backward can pass through one."""
-        found = False
+        has_backward = False
         for output in outputs:
             if output.requires_grad and not output.is_leaf:
                 output.register_hook(self._passed)
-                found = True
-        return found
+                has_backward = True
+        return has_backward
 
     def mark(self) -> torch.Tensor:
         """Return a new tensor such that a backward that reaches it counts, even if it uses no parameter."""

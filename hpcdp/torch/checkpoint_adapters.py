@@ -162,14 +162,14 @@ class _Optimizer(Adapter):
         if (groups := _saved_groups(form)) is None:
             return form  # not an optimizer's: an error follows later
         own = self._named()
-        theirs = [_texts(group.get("param_names")) for group in groups]
+        saved_names = [_texts(group.get("param_names")) for group in groups]
         numbers = [group["params"]["list"] for group in groups]
-        if own is not None and all(names is not None for names in theirs):
+        if own is not None and all(names is not None for names in saved_names):
             last = {unquoted(old.split("/")[-1]): unquoted(new.split("/")[-1]) for old, new in saved.renamed.items()}
-            called = [[last.get(name, name) for name in names or ()] for names in theirs]
+            called = [[last.get(name, name) for name in names or ()] for names in saved_names]
             order = tensors.match("restore", numbers, called, own)
         else:
-            self._require_order(form, groups, saved, own is None and any(theirs))
+            self._require_order(form, groups, saved, own is None and any(saved_names))
             order = tensors.Order({number: number for group in numbers for number in group}, [*range(len(groups))])
         places = {old: new for old, new in order.numbers.items() if old != new}
         if places and isinstance(self._optimizer, torch.optim.LBFGS):
@@ -295,9 +295,9 @@ class _Module(Adapter):
     def state_dict(self) -> dict[str, Any]:
         state = dict(self._module.state_dict())
         own = {name: buffer.detach().clone() for name, buffer in self._module.named_buffers() if name in state}
-        seen = {name: view(buffer) for name, buffer in own.items()}
-        means = averages({name: of_bits(own.array, own.dtype) for name, own in seen.items()}, self._world)
-        state |= {name: tensor(bits(mean), seen[name].dtype) for name, mean in means.items()}
+        views = {name: view(buffer) for name, buffer in own.items()}
+        means = averages({name: of_bits(own.array, own.dtype) for name, own in views.items()}, self._world)
+        state |= {name: tensor(bits(mean), views[name].dtype) for name, mean in means.items()}
         return state | of_ranks(own)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -350,8 +350,8 @@ def write(chosen: Chosen, path: Path, tell: Tell) -> None:
         DataError: a file is missing or damaged.
         OSError: the file cannot be written.
     """
-    wanted = [node["tensor"] for _, node in flatten.leaves(chosen.form) if isinstance(node, dict) and "tensor" in node]
-    saved = {name: chosen.manifest.tensors[name] for name in wanted}
+    names = [node["tensor"] for _, node in flatten.leaves(chosen.form) if isinstance(node, dict) and "tensor" in node]
+    saved = {name: chosen.manifest.tensors[name] for name in names}
     for name, entry in saved.items():
         _made(name, np.empty(0, entry.stored_dtype), entry.dtype)  # raise before gigabytes are read
     arrays = dict(read_tensors(chosen.folder, saved, tell))

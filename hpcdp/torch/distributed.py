@@ -587,11 +587,11 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
             order = torch.randperm(len(order), generator=generator).tolist()
         if self.drop_last:
             order = order[: len(order) - len(order[done:]) % self.num_replicas]
-        rest, at = order[done:], 0
-        while len(rest) % self.num_replicas:
-            rest.append(order[at % len(order)])
+        indices, at = order[done:], 0
+        while len(indices) % self.num_replicas:
+            indices.append(order[at % len(order)])
             at += 1
-        for index in rest[self.rank :: self.num_replicas]:
+        for index in indices[self.rank :: self.num_replicas]:
             loop.used += 1
             yield index
         loop.ended = True
@@ -641,15 +641,15 @@ def _refuse(of_torchs: Mapping[str, object], device: torch.device, world: World)
         if name not in _OF_TORCHS:
             check_name("argument", name, [*inspect.signature(DistributedDataParallel).parameters][:-1],
                        "DistributedDataParallel")  # fmt: skip
-        taken, remedy = _OF_TORCHS[name]
+        valid, remedy = _OF_TORCHS[name]
         if name == "device_ids" and isinstance(value, list | tuple) and all(_is_at(device, place) for place in value):
             continue
         if name == "output_device" and _is_at(device, value):
             continue
         if name == "process_group" and _is_everyone(value, world):
             continue
-        if not isinstance(value, int | None) or value not in taken:
-            expected = f"{' or '.join(map(repr, taken))}, as by default"
+        if not isinstance(value, int | None) or value not in valid:
+            expected = f"{' or '.join(map(repr, valid))}, as by default"
             if name in ("device_ids", "output_device"):
                 expected = f"None, or the module's device, {device}"
             raise ConfigError("DistributedDataParallel", where=name, expected=expected, got=repr(value), remedy=remedy)

@@ -340,8 +340,8 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
             raise ValueError(f"SyncBatchNorm: expected more than 1 value per channel over all ranks, got {count:g}")
         mean, mean_of_squares = (sums[1:] / count).chunk(2)
         var = (mean_of_squares - mean * mean).clamp_(min=0)
-        kept = torch.promote_types(x.dtype, torch.float32)
-        return count, mean.to(kept), var.to(kept)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return count, mean.to(dtype), var.to(dtype)
 
     def _keep(self, count: float, mean: torch.Tensor, var: torch.Tensor) -> None:
         assert self.running_mean is not None and self.running_var is not None

@@ -798,10 +798,10 @@ def _fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
 
 def _joined(tensors: Sequence[torch.Tensor], moves: bool = False) -> Array:
     """Return the elements of all tensors one after another, shape ``(count,)``; a copy unless they lie so."""
-    whole = _adjacent(tensors)
-    if whole is None:
-        whole = _flat(torch.cat([tensor.detach().reshape(-1) for tensor in tensors]), moves)
-    return whole
+    joined = _adjacent(tensors)
+    if joined is None:
+        joined = _flat(torch.cat([tensor.detach().reshape(-1) for tensor in tensors]), moves)
+    return joined
 
 
 def _adjacent(tensors: Sequence[torch.Tensor]) -> Array | None:

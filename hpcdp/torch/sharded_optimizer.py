@@ -89,13 +89,13 @@ def check(state_dict: Any, whole: torch.optim.Optimizer, names: Mapping[int, str
             "load_state_dict", expected=f"groups with {', '.join(sorted(lacking))}", got="groups without",
             remedy="load the state_dict() of an optimizer of the same class",
         )  # fmt: skip
-    theirs, ours = ([[*group["params"]] for group in of] for of in (state_dict["param_groups"], whole.param_groups))
-    if list(map(len, theirs)) != list(map(len, ours)):
+    saved, own = ([[*group["params"]] for group in of] for of in (state_dict["param_groups"], whole.param_groups))
+    if list(map(len, saved)) != list(map(len, own)):
         raise ConfigError(
-            "load_state_dict", where="param_groups", expected=f"groups of {list(map(len, ours))} parameters",
-            got=list(map(len, theirs)), remedy="make the optimizer with the same groups",
+            "load_state_dict", where="param_groups", expected=f"groups of {list(map(len, own))} parameters",
+            got=list(map(len, saved)), remedy="make the optimizer with the same groups",
         )  # fmt: skip
-    for number, tensor in zip(itertools.chain(*theirs), itertools.chain(*ours), strict=True):
+    for number, tensor in zip(itertools.chain(*saved), itertools.chain(*own), strict=True):
         for name, value in state_dict["state"].get(number, {}).items():
             if name != "step" and value is not None and tuple(value.shape) != tuple(tensor.shape):
                 raise ConfigError(

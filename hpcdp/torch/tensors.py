@@ -529,9 +529,9 @@ def match(operation: str, numbers: Sequence[Sequence[int]], saved: Sequence[Sequ
         ConfigError: names, or the members of a group, differ.
     """
     saved, own = plain(saved), plain(own)
-    theirs, ours = ({name for names in groups for name in names} for groups in (saved, own))
-    if theirs != ours:
-        missing, odd = sorted(ours - theirs), sorted(theirs - ours)
+    saved_names, own_names = ({name for names in groups for name in names} for groups in (saved, own))
+    if saved_names != own_names:
+        missing, odd = sorted(own_names - saved_names), sorted(saved_names - own_names)
         raise ConfigError(
             operation, where="param_names", expected=f"states of {listed(missing)}" if missing else "no other states",
             got=f"states of {listed(odd)}" if odd else "none", remedy="make the optimizer with the same parameters",
@@ -571,7 +571,7 @@ def ordered(operation: str, state_dict: dict[str, Any], own: Sequence[Sequence[s
     state = {order.numbers.get(number, number): values for number, values in state_dict["state"].items()}
     made, first = [], 0
     for number, names in zip(order.groups, own, strict=True):
-        kept = {name: value for name, value in groups[number].items() if name != "param_names"}
-        made.append({**kept, "params": list(range(first, first + len(names)))})
+        settings = {name: value for name, value in groups[number].items() if name != "param_names"}
+        made.append({**settings, "params": list(range(first, first + len(names)))})
         first += len(names)
     return {**state_dict, "state": state, "param_groups": made}

@@ -47,10 +47,10 @@ Key = tuple[Any, ...]
 class _Known:
     """Traced graph and its plans: several if a call precedes the backward of another."""
 
-    def __init__(self, traced: Graph, given: Sequence[Tensor], recording: bool) -> None:
+    def __init__(self, traced: Graph, inputs: Sequence[Tensor], recording: bool) -> None:
         self.traced = traced
         self._types = _types_of(traced)
-        kinds = {*self._types, *(_kind_of(x.data) for x in given)}
+        kinds = {*self._types, *(_kind_of(x.data) for x in inputs)}
         self.is_on_host = kinds <= {np.ndarray}
         records_by_itself = not recording and any(node.is_recorded for node in traced.nodes)
         self.is_planned = all(map(_is_planned_kind, kinds)) and not records_by_itself
@@ -88,15 +88,15 @@ class Hybrid:
         self._here = _ThreadPlans()
         self._name = type(module).__name__
 
-    def _forward(self, given: Sequence[Tensor]) -> Any:
+    def _forward(self, inputs: Sequence[Tensor]) -> Any:
         """Run a call without a plan."""
-        return self._module.forward(*given)
+        return self._module.forward(*inputs)
 
-    def _plan(self, graph: Graph, given: Sequence[Tensor], is_on_host: bool) -> Plan | CudaPlan:
-        """Create a plan for inputs like ``given``."""
-        return (Plan if is_on_host else CudaPlan)(graph, given, modes.recording)
+    def _plan(self, graph: Graph, inputs: Sequence[Tensor], is_on_host: bool) -> Plan | CudaPlan:
+        """Create a plan for inputs like ``inputs``."""
+        return (Plan if is_on_host else CudaPlan)(graph, inputs, modes.recording)
 
-    def _mode(self, given: Sequence[Tensor]) -> Key:
+    def _mode(self, inputs: Sequence[Tensor]) -> Key:
         """Return the key of a plan besides shapes and dtypes of the inputs."""
         return modes.recording, modes.training
 
@@ -111,52 +111,52 @@ class Hybrid:
             result = shortcut.replay(inputs[0])
             if result is not None:
                 return result
-        given = [as_tensor(x) for x in inputs]
+        tensors = [as_tensor(x) for x in inputs]
         if modes.tracer is not None:
-            return self._forward(given)
+            return self._forward(tensors)
         if here.modules is not state.modules:
             self._look_at_attributes(here)
-        with on_device_of(first_on_gpu(*given, array_of(here.parameter))):
-            return self._called(given, here)
+        with on_device_of(first_on_gpu(*tensors, array_of(here.parameter))):
+            return self._called(tensors, here)
 
-    def _called(self, given: Sequence[Tensor], here: _ThreadPlans) -> Any:
+    def _called(self, inputs: Sequence[Tensor], here: _ThreadPlans) -> Any:
         # Layers that need all ranks communicate, and virtual shards change random numbers and statistics.
         if modes.training and (here.needs_all_ranks or entered_shard() is not None):
-            return self._forward(given)
-        key = (*self._mode(given), *[_described(x) for x in given])
+            return self._forward(inputs)
+        key = (*self._mode(inputs), *[_described(x) for x in inputs])
         known = here.known.get(key)
         if known is None:
-            if not all(_is_planned(x.data) for x in given) or not self._is_traceable():
-                return self._forward(given)
-            return self._trace(key, given, here)
+            if not all(_is_planned(x.data) for x in inputs) or not self._is_traceable():
+                return self._forward(inputs)
+            return self._trace(key, inputs, here)
         for plan in known.plans:
             if not plan.is_busy():
                 if plan.fits():
                     here.shortcut = plan.shortcut()
-                    return plan.replay(given)
+                    return plan.replay(inputs)
                 known.plans.remove(plan)
                 break
         else:
             if len(known.plans) >= _MOST_AT_ONCE:
-                return self._forward(given)
+                return self._forward(inputs)
         if not known.still_fits():
             del here.known[key]
-            return self._trace(key, given, here)
+            return self._trace(key, inputs, here)
         here.known.move_to_end(key)
-        new = self._planned(known, given)
+        new = self._planned(known, inputs)
         if new is None:
-            return self._forward(given)
+            return self._forward(inputs)
         known.plans.append(new)
-        return new.first(given)
+        return new.first(inputs)
 
-    def _planned(self, known: _Known, given: Sequence[Tensor]) -> Plan | CudaPlan | None:
-        """Create a plan for inputs like ``given``, or return None if there can be none."""
+    def _planned(self, known: _Known, inputs: Sequence[Tensor]) -> Plan | CudaPlan | None:
+        """Create a plan for inputs like ``inputs``, or return None if there can be none."""
         if not known.is_planned:
             return None
         if known.is_on_host:
-            return self._plan(known.graph, given, True)
+            return self._plan(known.graph, inputs, True)
         try:
-            return self._plan(known.graph, given, False)
+            return self._plan(known.graph, inputs, False)
         except Exception as error:  # also CUDA's, e.g. out of memory
             warn_without_graph(self._name, error)
             known.is_planned = False
@@ -191,8 +191,8 @@ class Hybrid:
     def for_export(self, graph: Graph) -> Graph:
         """Return the prediction ``graph`` with `with_pauses`, and whether it accepts any batch size."""
 
-        def trace(given: Sequence[Tensor]) -> Graph:
-            return self._traced(given)[0]
+        def trace(inputs: Sequence[Tensor]) -> Graph:
+            return self._traced(inputs)[0]
 
         return with_pauses(replace(graph, any_batch=takes_any_batch(graph, trace)), trace)
 
@@ -215,23 +215,23 @@ class Hybrid:
             here.needs_all_ranks = any(part.needs_all_ranks for part in self._module.modules())
         here.modules = now
 
-    def _trace(self, key: Key, given: Sequence[Tensor], here: _ThreadPlans) -> Any:
-        graph, result = self._traced(given)
-        here.known[key] = _Known(graph, given, modes.recording)
+    def _trace(self, key: Key, inputs: Sequence[Tensor], here: _ThreadPlans) -> Any:
+        graph, result = self._traced(inputs)
+        here.known[key] = _Known(graph, inputs, modes.recording)
         while len(here.known) > _KEYS_KEPT:
             here.known.popitem(last=False)
         return result
 
-    def _traced(self, given: Sequence[Tensor]) -> tuple[Graph, Any]:
-        run = TracingRun(attributes_of(self._module), given)
-        with self._warmed_up(given):
-            result = run.run(self._module.forward, given)
+    def _traced(self, inputs: Sequence[Tensor]) -> tuple[Graph, Any]:
+        run = TracingRun(attributes_of(self._module), inputs)
+        with self._warmed_up(inputs):
+            result = run.run(self._module.forward, inputs)
         return run.graph, result
 
     @contextlib.contextmanager
-    def _warmed_up(self, given: Sequence[Tensor]) -> Iterator[None]:
+    def _warmed_up(self, inputs: Sequence[Tensor]) -> Iterator[None]:
         """Run the context as a warm-up for a later CUDA capture, if the network is on a GPU."""
-        array = first_on_gpu(*given, *(array_of(x) for _, x in attributes_of(self._module)))
+        array = first_on_gpu(*inputs, *(array_of(x) for _, x in attributes_of(self._module)))
         with on_device_of(array), contextlib.nullcontext() if array is None else warmed_up():
             yield
 
@@ -365,17 +365,17 @@ class HybridStep(Hybrid):
         self._trainer, self._phases, self._name = trainer, phases, name
         self._first = next((held for _, held in attributes_of(module)), None)
 
-    def _forward(self, given: Sequence[Tensor]) -> Any:
+    def _forward(self, inputs: Sequence[Tensor]) -> Any:
         with self._phases.forward:
-            returned = self._module.forward(*[x.data for x in given])  # arrays, as in a step without plans
+            returned = self._module.forward(*[x.data for x in inputs])  # arrays, as in a step without plans
         return self._finished(returned)
 
-    def _trace(self, key: Key, given: Sequence[Tensor], here: Any) -> Any:
+    def _trace(self, key: Key, inputs: Sequence[Tensor], here: Any) -> Any:
         trainer, before = self._trainer, self._trainer.step_count
         try:
-            with self._warmed_up(given):
+            with self._warmed_up(inputs):
                 with self._phases.forward:
-                    returned = super()._trace(key, given, here)
+                    returned = super()._trace(key, inputs, here)
                 return self._finished(returned)
         finally:
             if trainer.step_count == before and not trainer.accumulation[1]:
@@ -385,13 +385,13 @@ class HybridStep(Hybrid):
         with pause():
             return finish(self._trainer, self._phases, returned)
 
-    def _plan(self, graph: Graph, given: Sequence[Tensor], is_on_host: bool) -> Plan | CudaPlan:
-        return (StepPlan if is_on_host else CudaStepPlan)(graph, given, self._trainer, self._phases)
+    def _plan(self, graph: Graph, inputs: Sequence[Tensor], is_on_host: bool) -> Plan | CudaPlan:
+        return (StepPlan if is_on_host else CudaStepPlan)(graph, inputs, self._trainer, self._phases)
 
-    def _mode(self, given: Sequence[Tensor]) -> Key:
+    def _mode(self, inputs: Sequence[Tensor]) -> Key:
         # Graphs on a GPU either add to gradients or write them. Inputs such as tokens may be in host memory.
-        on_gpu = is_cupy(array_of(self._first)) or any(is_cupy(x.data) for x in given)
-        return (*super()._mode(given), *(self._trainer.accumulation if on_gpu else ()))
+        on_gpu = is_cupy(array_of(self._first)) or any(is_cupy(x.data) for x in inputs)
+        return (*super()._mode(inputs), *(self._trainer.accumulation if on_gpu else ()))
 
 
 class _Seeds:
@@ -411,13 +411,13 @@ class _Seeds:
 class StepPlan(Plan):
     """`Plan` whose replay is a complete training step."""
 
-    def __init__(self, graph: Graph, given: Sequence[Tensor], trainer: Stepping, phases: Phases) -> None:
-        super().__init__(graph, given, keeps=True)
+    def __init__(self, graph: Graph, inputs: Sequence[Tensor], trainer: Stepping, phases: Phases) -> None:
+        super().__init__(graph, inputs, keeps=True)
         self._trainer, self._phases = trainer, phases
         self._frozen = self._held.without_gradients()
         source = _losses_of(graph)
         losses = Tensor(self._outputs[source])
-        losses.node = self._spliced(given)[source.node]
+        losses.node = self._spliced(inputs)[source.node]
         self._count = len(losses)
         self._backward, self._seeds = RepeatedBackward(losses), _Seeds(np.empty(losses.shape, losses.dtype))
 
@@ -429,7 +429,7 @@ class StepPlan(Plan):
         """Return whether the plan fits, and the same parameters get gradients."""
         return super().fits() and self._held.without_gradients() == self._frozen
 
-    def _returned(self, given: Sequence[Tensor]) -> Any:
+    def _returned(self, inputs: Sequence[Tensor]) -> Any:
         """Run backward and update; return the network's results off the tape."""
         with pause():
             with self._phases.backward:
@@ -439,11 +439,11 @@ class StepPlan(Plan):
         for place in self._places:
             if isinstance(place, Moving):
                 place.array = None  # free a possibly large array
-        return self._copies(given, None)
+        return self._copies(inputs, None)
 
-    def _compute(self, given: Sequence[Tensor]) -> None:
+    def _compute(self, inputs: Sequence[Tensor]) -> None:
         with self._phases.forward:
-            super()._compute(given)
+            super()._compute(inputs)
 
 
 class CudaStepPlan(CudaPlan):
@@ -452,7 +452,7 @@ class CudaStepPlan(CudaPlan):
     It is cut after each gradient whose hook launches work.
     """
 
-    def __init__(self, graph: Graph, given: Sequence[Tensor], trainer: Stepping, phases: Phases) -> None:
+    def __init__(self, graph: Graph, inputs: Sequence[Tensor], trainer: Stepping, phases: Phases) -> None:
         self._trainer, self._phases = trainer, phases
         source = _losses_of(graph)
         losses = graph.nodes[source.node].outputs[source.output]
@@ -468,7 +468,7 @@ class CudaStepPlan(CudaPlan):
         self._behind: list[Tensor] = []
         """Leaves whose hooks are called after the graph."""
         self._update: CapturedUpdate | None = None
-        super().__init__(graph, given, keeps=True)
+        super().__init__(graph, inputs, keeps=True)
 
     def _way_back(self) -> None:
         """Return None: the graph includes backward."""

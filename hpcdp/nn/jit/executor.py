@@ -172,16 +172,16 @@ class Plan:
             possible.
     """
 
-    def __init__(self, graph: Graph, given: Sequence[Tensor], keeps: bool) -> None:
+    def __init__(self, graph: Graph, inputs: Sequence[Tensor], keeps: bool) -> None:
         self.graph = graph
         self._keeps = keeps
         self._token = object()
-        self._places: list[Any] = [np.empty_like(x.data) for x in given]
+        self._places: list[Any] = [np.empty_like(x.data) for x in inputs]
         """Arrays that inputs are copied to; `Moving` for large inputs that are used where they are."""
         self._moving_outputs: dict[Result, Moving] = {}
         self._arena = None if keeps else Arena()
         self._steps: list[_Step] = []
-        for place, x in zip(self._places, given, strict=True):
+        for place, x in zip(self._places, inputs, strict=True):
             place[...] = x.data
         self._build()
         for step in self._steps:
@@ -228,7 +228,7 @@ class Plan:
             results[0].data = step.value = value
             links.append(link(step, node.operator, uses[number], operands, self._keeps, self.graph.held))
             for result in node.results():
-                if viewed and any(tensors[result] is one for one in viewed):
+                if viewed and any(tensors[result] is view for view in viewed):
                     roots[number] = roots[result.node]
                     last[roots[number]] = max(last[roots[number]], last[number])
             step.params = [x for x in operands if hasattr(x, "held")]
@@ -266,7 +266,7 @@ class Plan:
                 addresses[id(place)] = self._places[number] = Moving(place)
         for result in {output for output in self.graph.outputs if isinstance(output, Result)}:
             value = self._values[result]
-            computed = [(chain, one) for chain in chains for one in chain if one.value is value]
+            computed = [(chain, link) for chain in chains for link in chain if link.value is value]
             if not computed or value.nbytes < _MOVES_FROM or self.graph.outputs.count(result) != 1:
                 continue
             chain, op = computed[0]
@@ -301,17 +301,17 @@ class Plan:
         """Return whether the network's tensors and lists are still those of the plan."""
         return self._held.still_hold()
 
-    def first(self, given: Sequence[Tensor]) -> Any:
-        """Return the network's result for ``given``, for which the plan was created."""
-        return self._returned(given)
+    def first(self, inputs: Sequence[Tensor]) -> Any:
+        """Return the network's result for ``inputs``, for which the plan was created."""
+        return self._returned(inputs)
 
-    def replay(self, given: Sequence[Tensor]) -> Any:
-        """Return the network's result for ``given``, which must have the plan's shapes and dtypes."""
-        self._compute(given)
-        return self._returned(given)
+    def replay(self, inputs: Sequence[Tensor]) -> Any:
+        """Return the network's result for ``inputs``, which must have the plan's shapes and dtypes."""
+        self._compute(inputs)
+        return self._returned(inputs)
 
-    def _compute(self, given: Sequence[Tensor]) -> None:
-        for place, x in zip(self._places, given, strict=True):
+    def _compute(self, inputs: Sequence[Tensor]) -> None:
+        for place, x in zip(self._places, inputs, strict=True):
             if isinstance(place, Moving):
                 place.array = _as_kernels_take_it(x.data)
             else:
@@ -349,11 +349,11 @@ class Plan:
             for function, args in step.calls:
                 function(*args)
 
-    def _returned(self, given: Sequence[Tensor]) -> Any:
+    def _returned(self, inputs: Sequence[Tensor]) -> Any:
         """Return copies of the last run's outputs, on the tape if this thread records."""
-        return self._copies(given, self._spliced(given) if self._keeps else None)
+        return self._copies(inputs, self._spliced(inputs) if self._keeps else None)
 
-    def _copies(self, given: Sequence[Tensor], nodes: list[Node | None] | None) -> Any:
+    def _copies(self, inputs: Sequence[Tensor], nodes: list[Node | None] | None) -> Any:
         """Return copies of the last run's outputs, with their tape ``nodes`` if given."""
         outputs: dict[Source, Any] = {}
         for source, value in self._outputs.items():
@@ -361,25 +361,25 @@ class Plan:
             outputs[source] = result = Tensor(copied(value) if moving is None else moving.array)
             if nodes is not None and source.output == 0:
                 result.node = nodes[source.node]
-        return self.graph.returned_with(outputs, given)
+        return self.graph.returned_with(outputs, inputs)
 
-    def _spliced(self, given: Sequence[Tensor]) -> list[Node | None]:
+    def _spliced(self, inputs: Sequence[Tensor]) -> list[Node | None]:
         """Put this replay on the tape and return its nodes."""
         nodes: list[Node | None] = []
         for step in self._steps:
             node = None
             if step.pullback is not None:
-                sources = tuple(self._on_tape(source, nodes, given) for source in step.sources)
+                sources = tuple(self._on_tape(source, nodes, inputs) for source in step.sources)
                 if any(source is not None for source in sources):
                     node = SplicedNode(step.value, sources, step.pullback, self._token)
             nodes.append(node)
         return nodes
 
-    def _on_tape(self, source: Source, nodes: list[Node | None], given: Sequence[Tensor]) -> Any:
+    def _on_tape(self, source: Source, nodes: list[Node | None], inputs: Sequence[Tensor]) -> Any:
         if isinstance(source, Result):
             return nodes[source.node] if source.output == 0 else None
         if isinstance(source, Input):
-            tensor: Any = given[source.number]
+            tensor: Any = inputs[source.number]
         elif isinstance(source, CapturedTensor) and not source.is_detached:
             tensor = self.graph.held[source.number]
         else:
@@ -453,15 +453,15 @@ class CudaPlan:
         Exception: an error of CUDA, e.g. out of memory; nothing was computed.
     """
 
-    def __init__(self, graph: Graph, given: Sequence[Tensor], keeps: bool) -> None:
+    def __init__(self, graph: Graph, inputs: Sequence[Tensor], keeps: bool) -> None:
         self.graph = graph
         self._keeps = keeps
         self._token = object()
         self._held = HeldArrays(graph)
         self._frozen = self._held.without_gradients()
         self._capturer = Capturer()
-        self._places = [Tensor(array_namespace(x.data).empty(x.shape, dtype=x.dtype)) for x in given]
-        for place, x in zip(self._places, given, strict=True):
+        self._places = [Tensor(array_namespace(x.data).empty(x.shape, dtype=x.dtype)) for x in inputs]
+        for place, x in zip(self._places, inputs, strict=True):
             place.grad_req = "null" if not keeps or source_of(x) is None else "write"
         self._results: dict[Source, Tensor] = {}
         self._held.wait_for_updates()
@@ -489,27 +489,27 @@ class CudaPlan:
         """Return None: selecting a plan takes little time beside launching it."""
         return None
 
-    def first(self, given: Sequence[Tensor]) -> Any:
-        """Return the network's result for ``given``, for which the plan was created."""
-        return self.replay(given)
+    def first(self, inputs: Sequence[Tensor]) -> Any:
+        """Return the network's result for ``inputs``, for which the plan was created."""
+        return self.replay(inputs)
 
-    def replay(self, given: Sequence[Tensor]) -> Any:
-        """Return the network's result for ``given``, which must have the plan's shapes and dtypes."""
+    def replay(self, inputs: Sequence[Tensor]) -> Any:
+        """Return the network's result for ``inputs``, which must have the plan's shapes and dtypes."""
         self._held.wait_for_updates()
-        for place, x in zip(self._places, given, strict=True):
+        for place, x in zip(self._places, inputs, strict=True):
             place.data[...] = x.data
         self._launch()
-        return self._returned(given)
+        return self._returned(inputs)
 
     def _launch(self) -> None:
         self._graph.launch()
 
-    def _returned(self, given: Sequence[Tensor]) -> Any:
+    def _returned(self, inputs: Sequence[Tensor]) -> Any:
         """Return copies of the last run's outputs, on the tape if this thread records."""
         outputs = {source: Tensor(copied(x.data, array_namespace(x.data))) for source, x in self._results.items()}
         if self._backward is not None:
-            self._backward.splice(list(outputs.values()), given, self._token)
-        return self.graph.returned_with(outputs, given)
+            self._backward.splice(list(outputs.values()), inputs, self._token)
+        return self.graph.returned_with(outputs, inputs)
 
     def _run(self) -> None:
         """Call every operator."""
@@ -573,13 +573,13 @@ class _Backward:
         The arrays are kept so that their ids stay unique."""
         self._is_refused = False
 
-    def splice(self, outputs: list[Tensor], given: Sequence[Tensor], token: object) -> None:
+    def splice(self, outputs: list[Tensor], inputs: Sequence[Tensor], token: object) -> None:
         """Put the last replay, with these ``outputs``, on the tape."""
         self._received.clear()
         if not self._heads:
             return
         sources = tuple(
-            source_of(given[self._inputs[id(leaf)]]) if id(leaf) in self._inputs else leaf for leaf in self._leaves
+            source_of(inputs[self._inputs[id(leaf)]]) if id(leaf) in self._inputs else leaf for leaf in self._leaves
         )
         plan_node = SplicedNode(self._nothing, sources, self._pull_back, token)
         for number in self._heads:
@@ -599,31 +599,31 @@ class _Backward:
     def _pull_back(self, _: Array, *gradients: Gradient | None) -> None:
         received = sorted(self._received)
         self._received.clear()
-        wanted = {
+        by_leaf = {
             leaf: gradient for leaf, gradient in zip(self._leaves, gradients, strict=True) if gradient is not None
         }
-        homes = [self._home(leaf, gradient) for leaf, gradient in wanted.items()]
-        begun = tuple([gradient.value is not None for gradient in wanted.values()])
-        key = tuple(received), tuple(map(id, wanted)), tuple(map(id, homes)), begun
+        homes = [self._home(leaf, gradient) for leaf, gradient in by_leaf.items()]
+        begun = tuple([gradient.value is not None for gradient in by_leaf.values()])
+        key = tuple(received), tuple(map(id, by_leaf)), tuple(map(id, homes)), begun
         if key not in self._graphs:  # the first time compiles kernels
             self._graphs[key] = None, homes
             if len(self._graphs) > _BACKWARDS_KEPT:
                 self._graphs.popitem(last=False)
             with warmed_up():
-                self._add_gradients(received, wanted)
+                self._add_gradients(received, by_leaf)
             return
         graph = self._graphs[key][0]
-        if graph is None and self._is_captured(wanted):
-            graph = self._capture(received, wanted)
+        if graph is None and self._is_captured(by_leaf):
+            graph = self._capture(received, by_leaf)
             self._graphs[key] = graph, homes
         if graph is None:
-            self._add_gradients(received, wanted)
+            self._add_gradients(received, by_leaf)
             return
-        for (leaf, gradient), home in zip(wanted.items(), homes, strict=True):
+        for (leaf, gradient), home in zip(by_leaf.items(), homes, strict=True):
             if home is None and gradient.value is not None:
                 self._sums[leaf][...] = gradient.value
         graph.launch()
-        for (leaf, gradient), home in zip(wanted.items(), homes, strict=True):
+        for (leaf, gradient), home in zip(by_leaf.items(), homes, strict=True):
             if home is not None:
                 gradient.replace(home)
             elif gradient.home is None:
@@ -636,17 +636,17 @@ class _Backward:
         """Return the array of a parameter's gradient; None for inputs, which are new tensors in each call."""
         return None if id(leaf) in self._inputs else gradient.home
 
-    def _add_gradients(self, received: list[int], wanted: dict[Tensor, Gradient]) -> None:
-        add_gradients([self._heads[i] for i in received], [self._seeds[i] for i in received], wanted)
+    def _add_gradients(self, received: list[int], by_leaf: dict[Tensor, Gradient]) -> None:
+        add_gradients([self._heads[i] for i in received], [self._seeds[i] for i in received], by_leaf)
 
-    def _is_captured(self, wanted: dict[Tensor, Gradient]) -> bool:
+    def _is_captured(self, by_leaf: dict[Tensor, Gradient]) -> bool:
         """Return False after a failed capture, or if two leaves of the plan are one tensor outside."""
-        return not self._is_refused and len({id(gradient) for gradient in wanted.values()}) == len(wanted)
+        return not self._is_refused and len({id(gradient) for gradient in by_leaf.values()}) == len(by_leaf)
 
-    def _capture(self, received: list[int], wanted: dict[Tensor, Gradient]) -> CudaGraph | None:
+    def _capture(self, received: list[int], by_leaf: dict[Tensor, Gradient]) -> CudaGraph | None:
         """Capture a graph that adds to the gradients in place; warn and return None if that fails."""
         into = {}
-        for leaf, gradient in wanted.items():
+        for leaf, gradient in by_leaf.items():
             xp, home = array_namespace(leaf.data), self._home(leaf, gradient)
             if home is None:
                 home = self._sums.setdefault(leaf, xp.empty(leaf.shape, dtype=leaf.dtype))

@@ -253,14 +253,14 @@ class FusedProgram:
         free: list[int] = []
         for term in self._terms:
             a, b = (self._place(term.operands[i]) for i in (0, -1))
-            wanted = targets.get(term.number, [])
-            if wanted and (term.operation in BY_NUMPY or not self._overlap(wanted[0], a, b)):
-                out = wanted.pop(0)
+            places = targets.get(term.number, [])
+            if places and (term.operation in BY_NUMPY or not self._overlap(places[0], a, b)):
+                out = places.pop(0)
             else:
                 out = free.pop() if free else self._add(self._scratch())
             self._places[term.number] = out
             yield term.operation, a, b, out
-            for other in wanted:
+            for other in places:
                 yield "copy", out, out, other
             scratch = {self._places[operand.number] for operand in (*term.operands, term)
                        if operand.operation and last.get(operand.number, term.number) == term.number}  # fmt: skip
@@ -373,8 +373,8 @@ def evaluated(terms: Sequence[Term], passed: dict[int, Array]) -> list[Array]:
     values: dict[int, Any] = dict(passed)
     functions: dict[str, Callable[..., Any]] = {**OPERATIONS, **BY_NUMPY, "gelu_gradient": _gelu_gradient}
     for term in in_order(terms):
-        given = [values.get(operand.number, operand.value) for operand in term.operands]
-        operands = [x.array if isinstance(x, Moving) else x for x in given]
+        inputs = [values.get(operand.number, operand.value) for operand in term.operands]
+        operands = [x.array if isinstance(x, Moving) else x for x in inputs]
         values[term.number] = functions[term.operation](*operands)
     return [values[term.number] for term in terms]
 
@@ -428,19 +428,19 @@ def link(
         return epilogue if into.size == value.size else None
     if operator not in FORWARD or (keeps and step.pullback is None):
         return None
-    given = [value_of(operand) for operand in operands]
-    arrays = [x for x in given if isinstance(x, np.ndarray) and x.shape == value.shape]
-    rows = [x for x in given if isinstance(x, np.ndarray) and x.shape != value.shape]
-    if any(isinstance(x, list) for x in given):  # kernels accept arrays and numbers
+    values = [value_of(operand) for operand in operands]
+    arrays = [x for x in values if isinstance(x, np.ndarray) and x.shape == value.shape]
+    rows = [x for x in values if isinstance(x, np.ndarray) and x.shape != value.shape]
+    if any(isinstance(x, list) for x in values):  # kernels accept arrays and numbers
         return None
     if not arrays or not all(x.dtype == value.dtype and x.flags.c_contiguous for x in (*arrays, *rows)):
         return None
     if not all(_is_row_of(row, value) for row in rows):
         return None
-    for x, source in zip(given, step.sources, strict=True):
+    for x, source in zip(values, step.sources, strict=True):
         if keeps and isinstance(x, np.ndarray) and x.shape != value.shape and _may_want_gradient(source, held):
             return None  # its gradient is a sum, whose order is NumPy's
-    return ChainLink(step, operator, uses, given)
+    return ChainLink(step, operator, uses, values)
 
 
 def _is_row_of(x: Array, value: Array) -> bool:
@@ -480,18 +480,18 @@ def _fits(chain: list[ChainLink], following: ChainLink) -> bool:
     value = following.value
     if chain and (value.size != chain[0].value.size or value.dtype != chain[0].value.dtype):
         return False
-    before = [x for one in chain for x in _read(one)]
+    before = [x for link in chain for x in _read(link)]
     read = _read(following)
     if len({x.size for x in (*before, *read)} - {1, value.size}) > 1:
         return False  # rows of several lengths
-    written = [one.value for one in chain]
+    written = [link.value for link in chain]
     if any(_is_hazard(value, x) for x in (*before, *read, *written)):
         return False
     return not any(_is_hazard(target, x) for target in written for x in read)
 
 
-def _read(one: ChainLink) -> list[Array]:
-    return [one.bias] if one.operands is None else [x for x in one.operands if isinstance(x, np.ndarray)]
+def _read(link: ChainLink) -> list[Array]:
+    return [link.bias] if link.operands is None else [x for x in link.operands if isinstance(x, np.ndarray)]
 
 
 def _is_hazard(target: Array, x: Array) -> bool:
@@ -545,11 +545,11 @@ def nowhere(array: Array) -> Array:
     return np.broadcast_to(np.empty((), array.dtype), array.shape)
 
 
-def _forward(one: ChainLink, terms: Mapping[int, Term], moving: Mapping[int, Moving]) -> Term:
-    if one.operands is None:
-        made = FORWARD["add"](Term(value=one.value), Term(value=one.bias))
-        return FORWARD["relu"](made) if one.relu else made
-    return FORWARD[one.operator](*[terms.get(id(x)) or Term(value=moving.get(id(x), x)) for x in one.operands])
+def _forward(link: ChainLink, terms: Mapping[int, Term], moving: Mapping[int, Moving]) -> Term:
+    if link.operands is None:
+        made = FORWARD["add"](Term(value=link.value), Term(value=link.bias))
+        return FORWARD["relu"](made) if link.relu else made
+    return FORWARD[link.operator](*[terms.get(id(x)) or Term(value=moving.get(id(x), x)) for x in link.operands])
 
 
 def _parts(links: list[ChainLink], moving: Mapping[int, Moving]) -> list[_ChainLinks]:
@@ -558,8 +558,8 @@ def _parts(links: list[ChainLink], moving: Mapping[int, Moving]) -> list[_ChainL
     while waiting:
         part = waiting.pop()
         reads = {id(op.value): 0 for op in part}
-        for one in part:
-            for array in one.operands or ():
+        for link in part:
+            for array in link.operands or ():
                 if id(array) in reads:
                     reads[id(array)] += 1
         cut = next((i for i, op in enumerate(part[:-1], 1) if op.uses > reads[id(op.value)]), None)
@@ -608,7 +608,7 @@ class _ChainLinks:
                 value.value = None
         self._links = []
 
-    def _gradients(self, wanted: Sequence[bool]) -> tuple[Term, list[Term]]:
+    def _gradients(self, has_gradient: Sequence[bool]) -> tuple[Term, list[Term]]:
         """Return the term of the result's gradient, and the gradients of the wanted outside operands.
 
         They are in the order in which backward would sum them: operators from the last to the first.
@@ -616,38 +616,38 @@ class _ChainLinks:
         head = Term()
         of: dict[int, Term] = {len(self._operators) - 1: head}
         results = []
-        flags = iter(wanted)
+        flags = iter(has_gradient)
         for number in range(len(self._operators) - 1, -1, -1):
             operands = self._operands[number]
-            given = [x if isinstance(x, Term) else self._values[x] for x in operands]
+            values = [x if isinstance(x, Term) else self._values[x] for x in operands]
             for x, formula in zip(operands, BACKWARD[self._operators[number]], strict=True):
                 if isinstance(x, Term):
                     if next(flags):
-                        results.append(formula(of[number], self._values[number], *given))
+                        results.append(formula(of[number], self._values[number], *values))
                 else:
-                    gradient = formula(of[number], self._values[number], *given)
+                    gradient = formula(of[number], self._values[number], *values)
                     of[x] = of[x] + gradient if x in of else gradient
         return head, results
 
     def _pull_back(self, gy: Array, *gradients: Gradient | None) -> None:
-        wanted = tuple(gradient is not None for gradient in gradients)
-        if wanted not in self._programs:
-            head, results = self._gradients(wanted)
+        has_gradient = tuple(gradient is not None for gradient in gradients)
+        if has_gradient not in self._programs:
+            head, results = self._gradients(has_gradient)
             made = [(result, None) for result in results if result is not head]
-            self._programs[wanted] = head, results, FusedProgram(made, self._size, self._dtype) if made else None
-        head, results, program = self._programs[wanted]
+            self._programs[has_gradient] = head, results, FusedProgram(made, self._size, self._dtype) if made else None
+        head, results, program = self._programs[has_gradient]
         into = [gradient for gradient in gradients if gradient is not None]
         if not _lies_in_order(gy):  # later sums would see another memory order, and round differently
             for gradient, value in zip(into, evaluated(results, {head.number: gy}), strict=True):
                 gradient.add(value)
             return
         places = []
-        seen = set()
+        written = set()
         for gradient, term in zip(into, results, strict=True):
             if term is not head:
-                is_first = id(gradient) not in seen
+                is_first = id(gradient) not in written
                 places.append(gradient.empty() if is_first else empty(self._shape, self._dtype))
-            seen.add(id(gradient))
+            written.add(id(gradient))
         if program is not None:
             program.run([*places, np.ascontiguousarray(gy)])
         values = iter(places)

@@ -119,13 +119,13 @@ class Graph:
 
     def summary(self) -> str:
         """Return a table of the operations: operands, shape and bytes of results, parameters at their first reader."""
-        seen: set[int] = set()
+        counted: set[int] = set()
         rows = [("", "operation", "reads", "shape", "parameters", "bytes")]
         rows += [
             ("", f"input {i}", "", _shape(meta.shape), "", f"{meta.nbytes:,}") for i, meta in enumerate(self.inputs)
         ]
         for number, node in enumerate(self.nodes):
-            count = _count_new(self, node, seen)
+            count = _count_new(self, node, counted)
             reads = ", ".join(filter(None, (_name(self, source) for source in node.inputs)))
             out = node.outputs[0]
             rows.append(
@@ -178,9 +178,9 @@ class Graph:
                 source = Result(operand.node) if isinstance(operand, Result) else operand
                 if source in middle:
                     _arrow(axes, middle[source], middle[target], places[target][1] - places[source][1])
-        seen: set[int] = set()
+        counted: set[int] = set()
         for source, (x, y) in middle.items():
-            lines, color = _texts(self, source, seen)
+            lines, color = _texts(self, source, counted)
             corner = x - _BOX[0] / 2, y - _BOX[1] / 2
             axes.add_patch(FancyBboxPatch(corner, *_BOX, boxstyle="round,pad=0,rounding_size=0.09", facecolor=color,
                                           edgecolor="#555555", linewidth=0.8, zorder=2))  # fmt: skip
@@ -219,19 +219,19 @@ class Graph:
         ``moved`` maps the number of a removed node to the node that now computes its result.
         """
         numbers: dict[int, int] = {}
-        kept: list[GraphNode] = []
+        remaining: list[GraphNode] = []
         for number, node in enumerate(nodes):
             if node is not None:
-                numbers[number] = len(kept)
-                kept.append(node)
+                numbers[number] = len(remaining)
+                remaining.append(node)
         for number, target in moved.items():
             numbers[number] = numbers[target]
 
         def renumbered(source: Source) -> Source:
             return replace(source, node=numbers[source.node]) if isinstance(source, Result) else source
 
-        kept = [replace(node, inputs=tuple(map(renumbered, node.inputs))) for node in kept]
-        return replace(self, nodes=kept, outputs=tuple(map(renumbered, self.outputs)))
+        remaining = [replace(node, inputs=tuple(map(renumbered, node.inputs))) for node in remaining]
+        return replace(self, nodes=remaining, outputs=tuple(map(renumbered, self.outputs)))
 
     def without_unused(self) -> Graph:
         """Return the graph without nodes that have neither readers nor side effects."""
@@ -258,12 +258,12 @@ class Graph:
         outputs = [values(output) for output in self.outputs]
         return outputs[0] if self.form == "one" else tuple(outputs) if self.form == "tuple" else outputs
 
-    def returned_with(self, results: Mapping[Source, Any], given: Sequence[Any]) -> Any:
+    def returned_with(self, results: Mapping[Source, Any], inputs: Sequence[Any]) -> Any:
         """Return the outputs, given the ``results`` of nodes and the inputs."""
 
         def value(source: Source) -> Any:
             if isinstance(source, Input):
-                return given[source.number]
+                return inputs[source.number]
             return self.held[source.number] if isinstance(source, CapturedTensor) else results[source]
 
         return self.returned(value)
@@ -343,15 +343,15 @@ _READS, _LEAST_READS = 2, 16
 
 def _reads_width(rows: Sequence[tuple[str, ...]]) -> int:
     """Return the width left for the column of operands."""
-    others = [max(len(row[i]) for row in rows) + 2 for i in range(len(rows[0])) if i != _READS]
-    return max(_COLUMNS - sum(others), _LEAST_READS)
+    widths = [max(len(row[i]) for row in rows) + 2 for i in range(len(rows[0])) if i != _READS]
+    return max(_COLUMNS - sum(widths), _LEAST_READS)
 
 
 def _wrapped(row: tuple[str, ...], width: int) -> Iterator[tuple[str, ...]]:
     words = " ".join(_cut(word, width) for word in row[_READS].split())
-    first, *rest = textwrap.wrap(words, width, break_on_hyphens=False) or [""]
+    first, *more_lines = textwrap.wrap(words, width, break_on_hyphens=False) or [""]
     yield (*row[:_READS], first, *row[_READS + 1 :])
-    for more in rest:
+    for more in more_lines:
         yield tuple(more if i == _READS else "" for i in range(len(row)))
 
 
@@ -381,11 +381,11 @@ def _learnt(held: Any) -> bool:
     return hasattr(held, "held")
 
 
-def _count_new(graph: Graph, node: GraphNode, seen: set[int]) -> int:
+def _count_new(graph: Graph, node: GraphNode, counted: set[int]) -> int:
     count = 0
     for source in node.inputs:
-        if isinstance(source, CapturedTensor) and source.number not in seen and _learnt(graph.held[source.number]):
-            seen.add(source.number)
+        if isinstance(source, CapturedTensor) and source.number not in counted and _learnt(graph.held[source.number]):
+            counted.add(source.number)
             count += math.prod(graph.kinds[source.number][0])
     return count
 
@@ -404,14 +404,14 @@ def _shape(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape)) or "number"
 
 
-def _texts(graph: Graph, source: Source, seen: set[int]) -> tuple[list[str], str]:
+def _texts(graph: Graph, source: Source, counted: set[int]) -> tuple[list[str], str]:
     """Return the lines in a box, and its color."""
     if isinstance(source, Input):
         return [f"input {source.number}", _shape(graph.inputs[source.number].shape)], _COLORS["input"]
     assert isinstance(source, Result)
     node = graph.nodes[source.node]
     lines = [title(node), _shape(node.outputs[0].shape)]
-    count = _count_new(graph, node, seen)
+    count = _count_new(graph, node, counted)
     if count:
         lines.append(f"{count:,} parameters")
     if source.node in [output.node for output in graph.outputs if isinstance(output, Result)]:
@@ -519,12 +519,12 @@ def _attributes(graph: Graph, node: GraphNode) -> dict[str, Any]:
     if node.operator != "reshape":
         return node.attributes
     source, shape = node.inputs[0], node.attributes["shape"]
-    had: tuple[int, ...] = ()
+    old_shape: tuple[int, ...] = ()
     if isinstance(source, Result):
-        had = graph.nodes[source.node].outputs[source.output].shape
+        old_shape = graph.nodes[source.node].outputs[source.output].shape
     elif isinstance(source, Input):
-        had = graph.inputs[source.number].shape
-    return {"shape": (_AS_IT_WAS, *shape[1:]) if had[:1] == shape[:1] != () else shape}
+        old_shape = graph.inputs[source.number].shape
+    return {"shape": (_AS_IT_WAS, *shape[1:]) if old_shape[:1] == shape[:1] != () else shape}
 
 
 def _meta(meta: Meta) -> dict[str, Any]:

@@ -136,8 +136,8 @@ def takes_any_batch(graph: Graph, trace: Callable[[list[Tensor]], Graph]) -> boo
 
 def _others(graph: Graph) -> Iterator[list[Tensor]]:
     """Yield zeros for each input, with about twice its batch size, and with one sample."""
-    yield zeros_for(graph, lambda had: 2 * had + 1)
-    yield zeros_for(graph, lambda had: 1)
+    yield zeros_for(graph, lambda size: 2 * size + 1)
+    yield zeros_for(graph, lambda size: 1)
 
 
 def zeros_for(graph: Graph, rows: Callable[[int], int]) -> list[Tensor]:
@@ -323,8 +323,8 @@ class Traced(Tensor):
 class TracingRun:
     """Tracing of one run of a module's forward; ``held`` has path and value of all its tensors and arrays."""
 
-    def __init__(self, held: Sequence[tuple[str, Any]], given: Sequence[Tensor]) -> None:
-        self.graph = Graph(tuple(_meta(x) for x in given))
+    def __init__(self, held: Sequence[tuple[str, Any]], inputs: Sequence[Tensor]) -> None:
+        self.graph = Graph(tuple(_meta(x) for x in inputs))
         self._known: dict[int, tuple[str, Any, bool]] = {}
         for name, value in held:
             if isinstance(value, Tensor):
@@ -336,13 +336,13 @@ class TracingRun:
         self.refused: HpcdpError | None = None
         """The first error raised by `refusal` in this run."""
 
-    def run(self, forward: Any, given: Sequence[Tensor]) -> Any:
+    def run(self, forward: Any, inputs: Sequence[Tensor]) -> Any:
         """Return the result of ``forward`` for the given tensors, while tracing it."""
         before = modes.tracer, modes.signature
         modes.tracer = self
         modes.signature |= TRACING
         try:
-            returned = forward(*[Traced(self, Input(i), x) for i, x in enumerate(given)])
+            returned = forward(*[Traced(self, Input(i), x) for i, x in enumerate(inputs)])
             if self.refused is not None:
                 raise self.refused
             self.graph.form = next((kind.__name__ for kind in (tuple, list) if isinstance(returned, kind)), "one")
