@@ -256,6 +256,8 @@ _IN_WORDS = {
     errno.ENOTDIR: "a path through a file, which is no folder",
     errno.ENOSPC: "no space left on device",
     errno.EDQUOT: "no space left in the disk quota",
+    errno.EFBIG: "a file larger than the limit",
+    errno.ENOLCK: "no locks",
     errno.EROFS: "a read-only file system",
     errno.EIO: "an input/output error",
     errno.ELOOP: "a loop of symbolic links",

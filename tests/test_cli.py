@@ -202,7 +202,7 @@ def test_the_public_face() -> None:
     ("arguments", "says"),
     [
         (["trian"], "unknown command 'trian'; did you mean 'train'? valid: train, info, doctor, launch, bench, tune"),
-        ([], "hpcdp: the following arguments are required: COMMAND; hpcdp -h lists the options"),
+        ([], "hpcdp: expected a command, got none; hpcdp -h lists the commands"),
         (["train", "lenet", "extra"], "hpcdp: train: unrecognized arguments: extra; hpcdp train -h lists the options"),
         (["train", "--run-dir", ""], "setting run_dir: expected a non-empty string without NUL, got ''"),
         (["train", "--epoch", "3"], "train: unknown option '--epoch' (did you mean '--epochs'?); hpcdp train -h lists"),

@@ -739,8 +739,9 @@ def show(world: World) -> None:
     table = registry.loaded(world)
     where = on_rank_0(world.comm, lambda: str(registry.path(registry.fingerprint(world))))
     if table is None:
-        expected = "a table for these ranks"
-        raise ConfigError("tune --show", where=where, expected=expected, got="none", remedy="run hpcdp tune")
+        expected = f"a table for this number of ranks ({world.size}) and nodes ({world.num_nodes})"
+        remedy = "start it with the ranks of hpcdp tune: hpcdp launch -n 2 -- hpcdp tune --show"
+        raise ConfigError("tune --show", where=where, expected=expected, got="none", remedy=remedy)
     several = len(table["fingerprint"]["ranks_per_node"]) > 1
     _say(world, [f"# {where}", *_fingerprint_lines(table)])
     _say(world, _comments([*describe(registry.machine(world), several), _GAIN_IS]))

@@ -204,7 +204,7 @@ def _info(arguments: argparse.Namespace) -> int:
 def _doctor(arguments: argparse.Namespace) -> int:
     from . import doctor
 
-    return doctor.show(doctor.SLURM_CHECKS if arguments.slurm else doctor.CHECKS)
+    return doctor.show(doctor.slurm_checks() if arguments.slurm else doctor.CHECKS)
 
 
 def _complete(arguments: argparse.Namespace) -> int:

@@ -71,7 +71,10 @@ def parser() -> Parser:
     export.add_argument("path", metavar="PATH", type=Path, help=_PATH)
     export.add_argument("out", metavar="OUT", type=Path, help="the file: .npz, .safetensors or .pt")
     export.add_argument(
-        "--name", metavar="PREFIX", default="", help="only entries below this name, e.g. network; their names lose it"
+        "--name",
+        metavar="PREFIX",
+        default="",
+        help="only entries below this name, e.g. network, without it in their names",
     )
     export.add_argument("--format", metavar="NAME", help="npz, safetensors or pt (default: by the suffix of OUT)")
     export.add_argument("--step", metavar="N", type=at_least(0), help="use the checkpoint of step N, not the newest")

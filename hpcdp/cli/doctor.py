@@ -289,7 +289,7 @@ def show(checks: Mapping[str, Callable[[], Finding]] | None = None) -> int:
             for line in f"remedy: {finding.remedy}".splitlines():
                 print(_wrapped(f"{'':<8} {line}", width))
     counts = ", ".join(f"{verdicts.count(verdict)} {verdict.value}" for verdict in Verdict)
-    print(f"\n{len(verdicts)} checks: {counts}")
+    print(f"\n{len(verdicts)} check{'s' * (len(verdicts) > 1)}: {counts}")
     return 1 if Verdict.FAILED in verdicts else 0
 
 
@@ -592,7 +592,10 @@ def check_commands() -> Finding:
     """Check Slurm's commands and controller."""
     missing = [name for name in _COMMANDS if shutil.which(name) is None]
     if missing:
-        return failed(f"{', '.join(missing)} not on PATH", "run this on a login node or in a job; module load slurm")
+        return failed(
+            f"{', '.join(missing)} not on PATH; the other checks need them",
+            "run this on a login node or in a job; module load slurm",
+        )
     status, output = child(["scontrol", "ping"])
     if status != 0 or "DOWN" in output:
         return failed(f"its controller does not answer: {output}", "wait, or report it to the site")
@@ -738,6 +741,14 @@ SLURM_CHECKS: dict[str, Callable[[], Finding]] = {
     "memory": check_memory,
     "variables": check_export,
 }
+
+
+def slurm_checks() -> dict[str, Callable[[], Finding]]:
+    """Return the checks of Slurm; without its commands only the one that names them, because the others call them."""
+    is_there = all(map(shutil.which, _COMMANDS))
+    return (
+        SLURM_CHECKS if is_there else {title: check for title, check in SLURM_CHECKS.items() if check is check_commands}
+    )
 
 
 def _job() -> Allocation | None:

@@ -65,7 +65,9 @@ class Driver:
         try:
             self._cuda = ctypes.CDLL(library)
         except OSError as error:
-            raise DeviceError("CUDA's driver", expected=library, got=str(error)) from error
+            is_missing = "No such file" in str(error)  # dlopen has no error number
+            got = f"no {library}, the library of NVIDIA's driver" if is_missing else str(error)
+            raise DeviceError("CUDA's driver", expected=library, got=got) from error
         self._call("cuInit", 0)
 
     def _call(self, function: str, *args: Any) -> None:

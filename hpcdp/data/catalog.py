@@ -30,7 +30,7 @@ import tarfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 import numpy as np
 
@@ -47,18 +47,43 @@ _OF_DISKS = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS
 
 @contextlib.contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Create ``folder`` and hold its lock, so that only one process downloads; `DataError` if that fails."""
+    """Create ``folder`` and hold its lock, so that only one process downloads; `DataError` if that fails.
+
+    If the block raises an error, the lock and the folders that were created for it are removed, if they are empty.
+    """
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
     with contextlib.ExitStack() as held:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = held.enter_context(open(folder / ".lock", "a"))
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            held.enter_context(_locked(folder))
         except OSError as error:
             raise DataError(
                 "data folder", where=folder, expected="a writeable folder on a file system with locks",
                 got=reason(error), remedy="set HPCDP_DATA_DIR to such a folder",
             ) from error  # fmt: skip
-        yield
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(OSError):
+                (folder / _LOCK).unlink()
+                for path in created:
+                    path.rmdir()
+            raise
+
+
+_LOCK, _MAX_TRIES = ".lock", 100
+
+
+def _locked(folder: Path) -> TextIO:
+    """Create ``folder`` and return its locked file; lock again if another process, which failed, has removed it."""
+    for _ in range(_MAX_TRIES):
+        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as opened:
+            lock = opened.enter_context(open(folder / _LOCK, "a"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.path.samestat(os.fstat(lock.fileno()), os.stat(folder / _LOCK)):
+                opened.pop_all()
+                return lock
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder / _LOCK))
 
 
 def check_md5(path: Path, md5: str) -> None:
@@ -117,8 +142,9 @@ def fetch(urls: tuple[str, ...], path: Path, md5: str, timeout_s: float = 30.0) 
                         remedy="set HPCDP_DATA_DIR to such a folder",
                     ) from error  # fmt: skip
                 reasons.append(f"{_host_of(url)}: {type(error).__name__} {error}")
-    remedy = f"put it into {path.parent} by hand, or set HPCDP_DATA_DIR to the parent of a folder that has it"
-    raise DataError("download", where=path.name, expected="an answer", got="; ".join(reasons), remedy=remedy)
+        where = f"{path.parent.name}/{path.name}"
+        remedy = f"put it into {path.parent}, or name a folder with {where}: --data-dir, HPCDP_DATA_DIR"
+        raise DataError("download", where=path.name, expected="an answer", got="; ".join(reasons), remedy=remedy)
 
 
 def _host_of(url: str) -> str:

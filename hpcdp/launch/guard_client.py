@@ -146,7 +146,7 @@ class Channel:
         if code in (126, 127) or "No module named 'hpcdp" in words:
             why = words = f"no {sys.executable} with hpcdp"
         else:
-            why = lines[-1] if lines else f"ssh ended with status {code}"
+            why = lines[-1].removeprefix("ssh: ") if lines else f"ssh ended with status {code}"
         return why, remedy(self.host, words)
 
     def hang_up(self) -> None:
@@ -444,9 +444,10 @@ class Guards:
             failures[channel.host] = why, remedy(channel.host, why)
         if failures:
             hosts = sorted(failures)
+            expected = "an answer of each host" if answers is not None else "a login on each host"
             more = f" ({untried} more hosts were not tried)" if untried else ""
             got = listed([f"{host}: {failures[host][0]}" for host in hosts]) + more
-            raise LaunchError(what, got=got, remedy=failures[hosts[0]][1])
+            raise LaunchError(what, expected=expected, got=got, remedy=failures[hosts[0]][1])
 
 
 def _allow_files(hosts: int) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import math
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -14,6 +15,17 @@ from ..core.environment import fail
 from ..errors import ConfigError, DataError
 
 Number = TypeVar("Number", int, float)
+
+
+class _WholeWords(argparse.HelpFormatter):
+    """A help formatter that breaks no line at the hyphens of an option or a file name."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
+class _Unchanged(_WholeWords, argparse.RawDescriptionHelpFormatter):
+    """A help formatter that prints the description and the epilog unchanged."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -24,8 +36,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, **options: Any) -> None:
-        if "epilog" in options:
-            options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        options.setdefault("formatter_class", _Unchanged if "epilog" in options else _WholeWords)
         super().__init__(**{"allow_abbrev": False, **options})
 
     @property
@@ -55,7 +66,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise `ConfigError` for wrong usage."""
         about = self.prog.removeprefix("hpcdp").strip()
-        remedy = f"{self.prog} -h lists the options"
+        if message.endswith("required: COMMAND"):
+            message = "expected a command, got none"
+        remedy = f"{self.prog} -h lists the {'commands' if self.commands else 'options'}"
         if option := re.search("(--[a-z-]+): expected one argument$", message):
             remedy = f"write a value that begins with - as {option[1]}=-...; {remedy}"
         raise ConfigError(f"{about}: {message}" if about else message, remedy=remedy)
@@ -64,7 +77,7 @@ class Parser(argparse.ArgumentParser):
         print(message, end="", file=file or sys.stderr, flush=True)
 
 
-class _Defaults(argparse.HelpFormatter):
+class _Defaults(_WholeWords):
     """A help formatter that appends the default of each option whose help does not contain it."""
 
     def _get_help_string(self, action: argparse.Action) -> str:

@@ -1,3 +1,4 @@
+import contextlib
 import errno
 import fcntl
 import gzip
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -103,6 +105,25 @@ def test_no_network_says_so_and_where_to_put_the_file(tmp_path: Path, monkeypatc
     assert f"put it into {tmp_path / 'mnist'}" in line and "HPCDP_DATA_DIR" in line
     with raises(DataError, operation="download", where="f", got="no-such-host.invalid"):
         fetch(("http://no-such-host.invalid/f",), tmp_path / "f", MD5, timeout_s=5)
+    assert list(tmp_path.iterdir()) == []  # neither a lock nor the folder
+
+
+def test_a_lock_that_a_failed_process_removed_is_made_again(tmp_path: Path) -> None:
+    """The second waits for the first, which fails and removes the file whose lock the second then gets."""
+    path, entered = tmp_path / "sets" / "mnist", threading.Event()
+
+    def second() -> bool:
+        entered.set()
+        with folder_lock(path):
+            return (path / ".lock").exists()
+
+    with ThreadPoolExecutor(1) as pool:
+        with contextlib.suppress(ZeroDivisionError), folder_lock(path):
+            waiting = pool.submit(second)
+            entered.wait(10)
+            time.sleep(0.1)
+            raise ZeroDivisionError
+        assert waiting.result(10)
 
 
 def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch) -> None:
@@ -143,7 +164,7 @@ def test_a_disk_without_room(server: Server, tmp_path: Path) -> None:
     command = [sys.executable, "-B", "-c", limited, server.address + "good", str(tmp_path / "f"), MD5]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     last = ended.stderr.splitlines()[-1]
-    assert "f]: expected a writeable folder with space, got File too large; set HPCDP_DATA_DIR" in last
+    assert "f]: expected a writeable folder with space, got a file larger than the limit; set HPCDP_DATA_DIR" in last
     assert leftovers(tmp_path) == set()
 
 

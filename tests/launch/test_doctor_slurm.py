@@ -140,3 +140,9 @@ def test_without_slurm(job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
     finding = doctor.check_commands()
     assert finding.verdict is Verdict.FAILED and finding.saw.startswith("srun, sbatch, squeue")
+
+
+def test_without_slurm_one_check_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert list(doctor.slurm_checks()) == ["Slurm"]
+    assert doctor.slurm_checks()["Slurm"]().verdict == Verdict.FAILED
