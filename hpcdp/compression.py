@@ -399,22 +399,22 @@ class Compression:
         raise ConfigError("compression", expected=choices(CODECS), got=repr(given))
 
     @classmethod
-    def _of_dict(cls, given: Mapping[str, Any]) -> Compression:
+    def _of_dict(cls, fields: Mapping[str, Any]) -> Compression:
         expected = "a dict such as {'type': '2bit', 'threshold': 0.5}"
-        name = instance("compression", "type", given.get("type"), str, expected)
+        name = instance("compression", "type", fields.get("type"), str, expected)
         settings = {"threshold": _MXNET_THRESHOLD[name]} if name in _MXNET_THRESHOLD else {}
-        settings |= {key: value for key, value in given.items() if key != "type"}
+        settings |= {key: value for key, value in fields.items() if key != "type"}
         return cls._parse(f"{name}:{','.join(f'{key}={value}' for key, value in settings.items())}")
 
     @classmethod
     def _parse(cls, text: str) -> Compression:
-        name, _, rest = text.partition(":")
+        name, _, options = text.partition(":")
         kind = CODECS[one_of("compression", None, name, CODECS)]
         numbers = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
         settings: dict[str, float] = {}
         feedback, inside_nodes = None, False
         keys: set[str] = set()
-        for setting in filter(None, rest.split(",")):
+        for setting in filter(None, options.split(",")):
             key, _, value = setting.partition("=")
             try:
                 if key in keys:

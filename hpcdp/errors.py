@@ -180,10 +180,10 @@ def wrapped(text: str, columns: int) -> str:
     import textwrap
 
     space = "\N{NO-BREAK SPACE}"
-    whole = re.sub(r"`[^`]*`", lambda quoted: quoted[0].replace(" ", space), text)
+    unbroken = re.sub(r"`[^`]*`", lambda quoted: quoted[0].replace(" ", space), text)
     lines = [
         line
-        for part in re.split(r"(?<=;) ", whole)
+        for part in re.split(r"(?<=;) ", unbroken)
         for line in textwrap.wrap(part, columns, break_long_words=False, break_on_hyphens=False)
     ]
     return "\n".join(lines).replace(space, " ")

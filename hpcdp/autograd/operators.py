@@ -57,7 +57,7 @@ def _long_axes(x: Array, axis: int | tuple[int, ...] | None) -> tuple[int, ...]:
 def _by_runs(x: np.ndarray, axes: Sequence[int]) -> np.ndarray:
     """Return the sum over ``axes``, adjacent axes together, the last ones first."""
     left = [at - x.shape[:at].count(1) for at in axes if x.shape[at] != 1]
-    kept = [n for at, n in enumerate(x.shape) if at not in axes]
+    remaining = [n for at, n in enumerate(x.shape) if at not in axes]
     x = x.reshape([n for n in x.shape if n != 1])
     while left:
         first = last = left.pop()
@@ -66,7 +66,7 @@ def _by_runs(x: np.ndarray, axes: Sequence[int]) -> np.ndarray:
         together = x.reshape(*x.shape[:first], -1, *x.shape[last + 1 :])
         ends = last == x.ndim - 1
         x = together.sum(axis=-1) if ends else add_up_rows(np.moveaxis(together, first, 0))
-    return x.reshape(kept)
+    return x.reshape(remaining)
 
 
 def sum_to(gy: Array, shape: tuple[int, ...]) -> Array:
@@ -465,23 +465,23 @@ def _spread(shape: tuple[int, ...], axis: Any, keepdims: bool) -> Derivative:
         return lambda y: y
     axes = range(len(shape)) if axis is None else axis if isinstance(axis, tuple) else (axis,)
     reduced = {at % len(shape) for at in axes} if shape else set()
-    kept = tuple(1 if i in reduced else n for i, n in enumerate(shape))
-    return lambda y: y.reshape(kept)
+    with_ones = tuple(1 if i in reduced else n for i, n in enumerate(shape))
+    return lambda y: y.reshape(with_ones)
 
 
 def reshape(x: Tensor, *shape: Any) -> Tensor:
     """Return the elements in another shape, given as numbers or one tuple; one may be -1."""
-    wanted = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
-    return _reshaped(x, tuple(wanted))
+    new_shape = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+    return _reshaped(x, tuple(new_shape))
 
 
 @operator("reshape")
 def _reshaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     a, old = x.data, x.shape
     value = a.reshape(shape)
-    wanted = value.shape
+    new_shape = value.shape
     return unary(
-        x, value, lambda gy: gy.reshape(old), lambda out: [(lambda: out.__setitem__(..., a.reshape(wanted)), ())]
+        x, value, lambda gy: gy.reshape(old), lambda out: [(lambda: out.__setitem__(..., a.reshape(new_shape)), ())]
     )
 
 
@@ -513,9 +513,9 @@ def getitem(x: Tensor, key: Any) -> Tensor:
     """Return ``x[key]``; elements selected more than once sum their gradients."""
     parts = key if isinstance(key, tuple) else (key,)
     tensors = [part for part in parts if _is_array(part)]
-    kept = tuple(... if _is_array(part) else part for part in parts) if tensors else parts
+    plain_key = tuple(... if _is_array(part) else part for part in parts) if tensors else parts
     places = tuple(i for i, part in enumerate(parts) if _is_array(part))
-    return _taken(x, *tensors, key=kept, places=places)
+    return _selected(x, *tensors, key=plain_key, places=places)
 
 
 def _is_array(part: Any) -> bool:
@@ -523,7 +523,7 @@ def _is_array(part: Any) -> bool:
 
 
 @operator("getitem", ("x", "indices"))
-def _taken(x: Tensor, *indices: Any, key: tuple[Any, ...], places: tuple[int, ...]) -> Tensor:
+def _selected(x: Tensor, *indices: Any, key: tuple[Any, ...], places: tuple[int, ...]) -> Tensor:
     """Return ``x[key]`` where the elements of ``key`` at ``places`` are ``indices``."""
     plain = list(key)
     for place, part in zip(places, indices, strict=True):

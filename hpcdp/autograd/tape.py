@@ -327,7 +327,7 @@ class Gradient:
     A leaf's gradient is summed in ``leaf.grad`` from the first contribution on, without a copy.
     """
 
-    __slots__ = ("_given", "_home", "_private", "_xp", "dtype", "shape", "value")
+    __slots__ = ("_handed_out", "_home", "_private", "_xp", "dtype", "shape", "value")
 
     def __init__(self, of: Node | Tensor, xp: Any, home: Array | None = None, adds: bool = False) -> None:
         like = of if home is None else home  # alike, but reading a parameter's shape waits for its update
@@ -337,29 +337,29 @@ class Gradient:
         self.value: Array = home if adds else None
         self._home: Array = home
         self._private = adds
-        self._given: Array = None
+        self._handed_out: Array = None
 
     def begin(self, home: Array | None = None, adds: bool = False) -> None:
         """Reset the gradient, to be summed in ``home``, starting from its values if ``adds``."""
         self._home, self.value = home, home if adds else None
-        self._private, self._given = adds, None
+        self._private, self._handed_out = adds, None
 
     def empty(self) -> Array:
         """Return a contiguous array of the gradient's shape and dtype, to be filled and passed to `add`.
 
         The home array is returned at most once, because an operation may use a leaf twice.
         """
-        fresh = self.value is None and self._given is None
+        fresh = self.value is None and self._handed_out is None
         at_home = fresh and self._home is not None and self._home.flags.c_contiguous
-        self._given = self._home if at_home else empty(self.shape, self.dtype, self._xp)
-        return self._given
+        self._handed_out = self._home if at_home else empty(self.shape, self.dtype, self._xp)
+        return self._handed_out
 
     def add(self, contribution: Array) -> None:
         """Add an array of the tensor's shape. It may be kept, so it must not be changed afterwards."""
         if self.value is None:
             if self._home is None:
                 self.value = contribution if contribution.dtype == self.dtype else contribution.astype(self.dtype)
-                self._private = contribution is self._given
+                self._private = contribution is self._handed_out
             else:
                 if contribution is not self._home:
                     self._home[...] = contribution
@@ -475,8 +475,8 @@ def grad(
     Raises:
         HpcdpError: as `backward`.
     """
-    wanted = _settled("grad", variables if isinstance(variables, Sequence) else [variables])
-    for variable in wanted:
+    settled = _settled("grad", variables if isinstance(variables, Sequence) else [variables])
+    for variable in settled:
         if variable.node is None and variable.grad_req == "null":
             raise HpcdpError(
                 "grad",
@@ -486,10 +486,10 @@ def grad(
                 remedy="call its attach_grad() before recording",
             )
     pairs = pairs_of(heads, head_grads)
-    walk = _Pass(pairs, [variable.node or variable for variable in wanted])
+    walk = _Pass(pairs, [variable.node or variable for variable in settled])
     walk.run(pairs, retain_graph)
     gradients: list[Array] = []
-    for variable in wanted:  # a variable that is listed twice gets two arrays
+    for variable in settled:  # a variable that is listed twice gets two arrays
         gradient = walk.gradient_for(variable)
         with on_device_of(gradient):
             gradients.append(gradient + 0 if any(gradient is other for other in gradients) else gradient)
@@ -558,14 +558,16 @@ def pairs_of(heads: Any, head_grads: Any) -> list[tuple[Tensor, Array]]:
     return pairs
 
 
-def _seed_of(value: Array, given: Any) -> Array:
-    """Return the gradient of a head on the device of its ``value``; see `backward` for ``given``."""
-    xp, given = array_namespace(value), getattr(given, "data", given) if hasattr(given, "grad_req") else given
-    if given is None:  # in CuPy `ones` takes half the time of `full`
+def _seed_of(value: Array, head_grad: Any) -> Array:
+    """Return the gradient of a head on the device of its ``value``; see `backward` for ``head_grad``."""
+    xp = array_namespace(value)
+    if hasattr(head_grad, "grad_req"):
+        head_grad = getattr(head_grad, "data", head_grad)
+    if head_grad is None:  # in CuPy `ones` takes half the time of `full`
         return xp.ones(value.shape, dtype=value.dtype)
-    if isinstance(given, int | float):
-        return xp.full(value.shape, given, dtype=value.dtype)
-    seed = given if hasattr(given, "shape") else np.full(value.shape, given, dtype=value.dtype)
+    if isinstance(head_grad, int | float):
+        return xp.full(value.shape, head_grad, dtype=value.dtype)
+    seed = head_grad if hasattr(head_grad, "shape") else np.full(value.shape, head_grad, dtype=value.dtype)
     if tuple(seed.shape) != value.shape:
         raise HpcdpError("backward", where="head_grads", expected=f"shape {value.shape}", got=tuple(seed.shape))
     return to_device_of(seed, value) if is_cupy(seed) or is_cupy(value) else seed
@@ -580,18 +582,18 @@ class GraphWalk:
         self.nodes: list[Node] = []
         """The nodes in the order of recording."""
         stack: list[Any] = [head.node or head for head, _ in pairs]
-        seen = set()
+        visited = set()
         while stack:
             source = stack.pop()
             if not isinstance(source, Node):
                 self.uses[source] = self.uses.get(source, 0) + 1
-            elif source not in seen:
+            elif source not in visited:
                 if source.pullback is None:
                     raise HpcdpError(
                         "backward", expected="a complete tape", got="a tape that an earlier backward has freed",
                         remedy="call the earlier backward with retain_graph=True",
                     )  # fmt: skip
-                seen.add(source)
+                visited.add(source)
                 self.nodes.append(source)
                 stack.extend(below for below in source.inputs if below is not None)
         self.nodes.sort(key=lambda node: node.number)
@@ -610,17 +612,17 @@ class GraphWalk:
 
 
 class _Pass(GraphWalk):
-    """One traversal of the tape, for the nodes and leaves in ``wanted``; None means backward."""
+    """One traversal of the tape, for the nodes and leaves in ``sources``; None means backward."""
 
-    def __init__(self, pairs: list[tuple[Tensor, Array]], wanted: list[Any] | None) -> None:
+    def __init__(self, pairs: list[tuple[Tensor, Array]], sources: list[Any] | None) -> None:
         super().__init__(pairs)
-        self._wanted = None if wanted is None else set(wanted)
+        self._sources = None if sources is None else set(sources)
         self._xp = array_namespace(*(seed for _, seed in pairs)) if pairs else np
         self.gradients: dict[Any, Gradient] = {}
         self.completed: Callable[[Tensor], None] | None = None
         """Called with each wanted leaf when its gradient is complete."""
         self.number_heads: NumberHeads | None = None
-        self._kept: dict[Any, Array] = {}
+        self._results: dict[Any, Array] = {}
 
     def run(self, pairs: list[tuple[Tensor, Array]], retain_graph: bool) -> None:
         for head, seed in pairs:
@@ -637,8 +639,8 @@ class _Pass(GraphWalk):
             gradient = self.gradients.pop(node, None)
             if gradient is not None:
                 gy = gradient.finish()
-                if self._wanted is not None and node in self._wanted:
-                    self._kept[node] = gradient.take()
+                if self._sources is not None and node in self._sources:
+                    self._results[node] = gradient.take()
                 if number_heads is not None:
                     number_heads.note(node, gy)
                 assert node.pullback is not None
@@ -656,11 +658,11 @@ class _Pass(GraphWalk):
     def gradient_for(self, variable: Tensor) -> Array:
         """Return the result of `grad` for one variable."""
         source = variable.node or variable
-        if source not in self._kept:
+        if source not in self._results:
             xp = array_namespace(variable.data)
             with on_device_of(variable.data):
-                self._kept[source] = xp.zeros(variable.shape, dtype=variable.dtype)
-        return self._kept[source]
+                self._results[source] = xp.zeros(variable.shape, dtype=variable.dtype)
+        return self._results[source]
 
     def _gradient(self, source: Any) -> Gradient | None:
         """Return the gradient that collects contributions to ``source``; None where it is not needed."""
@@ -670,8 +672,8 @@ class _Pass(GraphWalk):
         if gradient is None:
             if isinstance(source, Node):
                 gradient = Gradient(source, self._xp)
-            elif self._wanted is not None:
-                if source not in self._wanted:
+            elif self._sources is not None:
+                if source not in self._sources:
                     return None
                 gradient = Gradient(source, self._xp)
             elif source.grad_req == "null":
@@ -693,8 +695,8 @@ class _Pass(GraphWalk):
         gradient = self.gradients.pop(leaf, None) or self._gradient(leaf)
         if gradient is None:
             return
-        if self._wanted is not None:
-            self._kept[leaf] = gradient.take()
+        if self._sources is not None:
+            self._results[leaf] = gradient.take()
             if self.completed is not None:
                 self.completed(leaf)
             return

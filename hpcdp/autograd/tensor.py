@@ -440,13 +440,13 @@ class RepeatedBackward:
         walk = GraphWalk(pairs_of(head, None))
         gradients = {node: Gradient(node, np) for node in walk.nodes}
         self._leaves = {leaf: Gradient(leaf, np) for leaf in walk.uses if leaf.grad_req != "null"}
-        wanted = gradients | self._leaves
+        by_source = gradients | self._leaves
         assert head.node is not None
         self._head = gradients[head.node]
         self._turns: list[_Turn] = []
         for node, completed in walk.turns():
             assert node.pullback is not None
-            inputs = tuple(wanted.get(source) for source in node.inputs)
+            inputs = tuple(by_source.get(source) for source in node.inputs)
             done = tuple((leaf, self._leaves[leaf]) for leaf in completed if leaf in self._leaves)
             self._turns.append(_Turn(node.pullback, gradients[node], inputs, done))
 

@@ -137,9 +137,9 @@ def broadcast_layout(nbytes: int, ranks: int, rank: int, root: int) -> BlockLayo
 def direct(blocks: Blocks, world: World, tag: int) -> Steps:
     """Move all blocks at once, each as a message; the specification of the other algorithms."""
     comm = world.comm
-    others = [rank for rank in range(comm.size) if rank != comm.rank]
-    yield [comm.irecv(blocks.of(rank), rank, tag) for rank in others if blocks.of(rank).size] + [
-        comm.isend(blocks.to(rank), rank, tag) for rank in others if blocks.to(rank).size
+    other_ranks = [rank for rank in range(comm.size) if rank != comm.rank]
+    yield [comm.irecv(blocks.of(rank), rank, tag) for rank in other_ranks if blocks.of(rank).size] + [
+        comm.isend(blocks.to(rank), rank, tag) for rank in other_ranks if blocks.to(rank).size
     ]
 
 
@@ -174,11 +174,11 @@ def bruck_allgather(blocks: Blocks, world: World, tag: int) -> Steps:
     while distance < n:
         count = min(distance, n - distance)
         own = [(me + i) % n for i in range(count)]
-        others = [(me + distance + i) % n for i in range(count)]
-        received = np.empty(sum(blocks.of(rank).size for rank in others), np.uint8)
+        other_ranks = [(me + distance + i) % n for i in range(count)]
+        received = np.empty(sum(blocks.of(rank).size for rank in other_ranks), np.uint8)
         sent = np.concatenate([blocks.of(rank) for rank in own])
         yield _both(world.comm, sent, -distance, received, tag)
-        _distribute(received, [blocks.of(rank) for rank in others])
+        _distribute(received, [blocks.of(rank) for rank in other_ranks])
         distance *= 2
 
 
@@ -189,20 +189,20 @@ def by_node_allgather(blocks: Blocks, world: World, tag: int) -> Steps:
     """
     comm, me, nodes = world.comm, world.rank, nodes_of(world)
     neighbors = [rank for rank in nodes.here if rank != me]
-    taken = dict(zip(nodes.here, nodes.carried, strict=True))
+    carried_by = dict(zip(nodes.here, nodes.carried, strict=True))
     yield [
-        *(comm.irecv(blocks.of(rank), rank, tag) for rank in neighbors + taken[me] if blocks.of(rank).size),
+        *(comm.irecv(blocks.of(rank), rank, tag) for rank in neighbors + carried_by[me] if blocks.of(rank).size),
         *(comm.isend(blocks.of(me), rank, tag) for rank in neighbors + nodes.partners() if blocks.of(me).size),
     ]
-    sizes = {rank: sum(blocks.of(other).size for other in taken[rank]) for rank in nodes.here}
+    sizes = {rank: sum(blocks.of(other).size for other in carried_by[rank]) for rank in nodes.here}
     received = {rank: np.empty(sizes[rank], np.uint8) for rank in neighbors if sizes[rank]}
-    joined = _joined([blocks.of(rank) for rank in taken[me]])
+    joined = _joined([blocks.of(rank) for rank in carried_by[me]])
     yield [
         *(comm.irecv(part, rank, tag + 1) for rank, part in received.items()),
         *(comm.isend(joined, rank, tag + 1) for rank in neighbors if joined.size),
     ]
     for rank, part in received.items():
-        _distribute(part, [blocks.of(other) for other in taken[rank]])
+        _distribute(part, [blocks.of(other) for other in carried_by[rank]])
 
 
 def _distribute(joined: np.ndarray, places: Sequence[np.ndarray]) -> None:
@@ -295,7 +295,7 @@ def _by_node(blocks: Blocks, world: World, tag: int, nodes: Nodes, carried: np.n
     ]
     pieces = [_cut(part, sizes) for part, sizes in zip(collected, carried, strict=True)]
     sent = [_joined([part[i] for part in pieces]) for i in range(len(targets))]
-    received = [np.empty(sum(blocks.of(rank).size for rank in node), np.uint8) for node in nodes.others]
+    received = [np.empty(sum(blocks.of(rank).size for rank in node), np.uint8) for node in nodes.other_nodes]
     yield [
         *(
             comm.irecv(part, partner, tag)
@@ -304,7 +304,7 @@ def _by_node(blocks: Blocks, world: World, tag: int, nodes: Nodes, carried: np.n
         ),
         *(comm.isend(part, target, tag) for target, part in zip(targets, sent, strict=True) if part.size),
     ]
-    for node, part in zip(nodes.others, received, strict=True):
+    for node, part in zip(nodes.other_nodes, received, strict=True):
         _distribute(part, [blocks.of(rank) for rank in node])
     return collected
 
@@ -317,14 +317,14 @@ class Nodes:
     """The ranks of this node."""
     number: int
     """The position of this rank in `here`."""
-    others: list[list[int]]
+    other_nodes: list[list[int]]
     """The ranks of each other node."""
     carried: list[list[int]]
     """The ranks of other nodes with which each rank of this node exchanges: those that have its number on theirs."""
 
     def partners(self) -> list[int]:
         """Return the rank of each other node that has this one's number there."""
-        return [node[self.number % len(node)] for node in self.others]
+        return [node[self.number % len(node)] for node in self.other_nodes]
 
 
 def nodes_of(world: World) -> Nodes:

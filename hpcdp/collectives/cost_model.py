@@ -336,8 +336,8 @@ def _doubling(nbytes: float, on: Topology, of: MachineModel) -> Cost:
 
 def _halving_doubling(nbytes: float, on: Topology, of: MachineModel) -> Cost:
     """2 log2 p alpha + 2 (p - 1) / p S beta + (p - 1) / p S gamma (Thakur et al., 2005, section 4.5)."""
-    there, back = _halving(nbytes, on, of), _halving(nbytes, on, _moving(of))
-    return _fold(nbytes, on, of) + there + back + _unfold(nbytes, on, of)
+    forth, back = _halving(nbytes, on, of), _halving(nbytes, on, _moving(of))
+    return _fold(nbytes, on, of) + forth + back + _unfold(nbytes, on, of)
 
 
 def _recursive_doubling(nbytes: float, on: Topology, of: MachineModel) -> Cost:
@@ -516,18 +516,18 @@ _LIBRARY: dict[str, tuple[Formula, ...]] = {
 """Algorithms between which MPI libraries choose by size; in C, in one segment."""
 
 
-def _whole(on: Topology) -> float:
+def _unsegmented(on: Topology) -> float:
     return float("inf")
 
 
 _OURS: dict[str, dict[str, tuple[Formula, Callable[[Topology], float]]]] = {
     "allreduce": {
-        "reference": (_reference, _whole),
-        "shared": (_shared, _whole),
+        "reference": (_reference, _unsegmented),
+        "shared": (_shared, _unsegmented),
         "ring": (_ring, lambda on: MESSAGE_NBYTES * on.ranks),
         "bidirectional": (_both_ways, lambda on: 2 * MESSAGE_NBYTES * on.ranks),
         "halving_doubling": (_halving_doubling, lambda on: halving_doubling.SEGMENT_NBYTES),
-        "recursive_doubling": (_recursive_doubling, _whole),
+        "recursive_doubling": (_recursive_doubling, _unsegmented),
         "tree": (_tree, lambda on: tree.SEGMENT_NBYTES),
         "double_tree": (_double_tree, lambda on: 2 * tree.SEGMENT_NBYTES),
         "hierarchical": (
@@ -536,40 +536,40 @@ _OURS: dict[str, dict[str, tuple[Formula, Callable[[Topology], float]]]] = {
         ),
     },
     "reduce_scatter": {
-        "reference": (_reference, _whole),
-        "shared": (_shared_reduce_scatter, _whole),
+        "reference": (_reference, _unsegmented),
+        "shared": (_shared_reduce_scatter, _unsegmented),
         "ring": (_ring_reduce_scatter, lambda on: MESSAGE_NBYTES * on.ranks),
         "halving_doubling": (_halving_reduce_scatter, lambda on: halving_doubling.SEGMENT_NBYTES),
     },
     "allgather": {
-        "reference": (_reference_moving, _whole),
-        "shared": (_shared_allgather, _whole),
+        "reference": (_reference_moving, _unsegmented),
+        "shared": (_shared_allgather, _unsegmented),
         "ring": (_ring_allgather, lambda on: MESSAGE_NBYTES * on.ranks),
     },
     "broadcast": {
-        "reference": (_reference_broadcast, _whole),
-        "shared": (_shared_broadcast, _whole),
+        "reference": (_reference_broadcast, _unsegmented),
+        "shared": (_shared_broadcast, _unsegmented),
         "tree": (_tree_down, lambda on: tree.SEGMENT_NBYTES),
     },
     "reduce": {
-        "reference": (_reference, _whole),
-        "shared": (_shared, _whole),
+        "reference": (_reference, _unsegmented),
+        "shared": (_shared, _unsegmented),
         "tree": (_tree_up, lambda on: tree.SEGMENT_NBYTES),
     },
     "allgatherv": {
-        "shared": (_shared_exchange, _whole),
-        "ring": (_ring_allgather, _whole),
-        "bruck_allgather": (_bruck_allgather, _whole),
-        "by_node_allgather": (_by_node_allgather, _whole),
+        "shared": (_shared_exchange, _unsegmented),
+        "ring": (_ring_allgather, _unsegmented),
+        "bruck_allgather": (_bruck_allgather, _unsegmented),
+        "by_node_allgather": (_by_node_allgather, _unsegmented),
     },
     "alltoall": {
-        "shared": (_shared_exchange, _whole),
-        "pairwise": (_pairwise, _whole),
-        "bruck": (_bruck, _whole),
-        "by_node": (_by_node, _whole),
+        "shared": (_shared_exchange, _unsegmented),
+        "pairwise": (_pairwise, _unsegmented),
+        "bruck": (_bruck, _unsegmented),
+        "by_node": (_by_node, _unsegmented),
     },
-    "gather": {"shared": (_shared_rooted, _whole), "direct": (_rooted, _whole)},
-    "scatter": {"shared": (_shared_rooted, _whole), "direct": (_rooted, _whole)},
+    "gather": {"shared": (_shared_rooted, _unsegmented), "direct": (_rooted, _unsegmented)},
+    "scatter": {"shared": (_shared_rooted, _unsegmented), "direct": (_rooted, _unsegmented)},
 }
 """Algorithms of this package: the formula of a segment, and the segment size in bytes."""
 

@@ -66,7 +66,7 @@ class _Exchange:
     """One step: this rank and ``partner`` hold the same range, and each keeps one half."""
 
     partner: int
-    kept: slice
+    own_half: slice
     sent: slice
 
 
@@ -97,10 +97,10 @@ class _Folded:
             partner = self.first_rank(self.number ^ distance)
             if self.number & distance:
                 first = middle
-                steps.append(_Exchange(partner, kept=upper, sent=lower))
+                steps.append(_Exchange(partner, own_half=upper, sent=lower))
             else:
                 last = middle
-                steps.append(_Exchange(partner, kept=lower, sent=upper))
+                steps.append(_Exchange(partner, own_half=lower, sent=upper))
         return steps
 
 
@@ -118,10 +118,10 @@ def _fold(total: Array, op: Reduction, folded: _Folded, comm: Messages, tag: int
 
 def _halve(total: Array, steps: Sequence[_Exchange], op: Reduction, comm: Messages, tag: int) -> Steps:
     """Reduce the range that the last step keeps of ``total`` over all active ranks; the rest holds partial results."""
-    count = max((step.kept.stop - step.kept.start for step in steps), default=0)
+    count = max((step.own_half.stop - step.own_half.start for step in steps), default=0)
     received = array_namespace(total).empty(count, total.dtype)
     for step in steps:
-        mine = total[step.kept]
+        mine = total[step.own_half]
         incoming = received[: mine.size]
         yield [comm.isend(total[step.sent], step.partner, tag), comm.irecv(incoming, step.partner, tag)]
         op.into(mine, incoming)
@@ -130,7 +130,7 @@ def _halve(total: Array, steps: Sequence[_Exchange], op: Reduction, comm: Messag
 def _double(x: Array, steps: Sequence[_Exchange], comm: Messages, tag: int) -> Steps:
     """Complete ``x`` from the range that the last of ``steps`` kept, in reverse order."""
     for step in reversed(steps):
-        yield [comm.isend(x[step.kept], step.partner, tag), comm.irecv(x[step.sent], step.partner, tag)]
+        yield [comm.isend(x[step.own_half], step.partner, tag), comm.irecv(x[step.sent], step.partner, tag)]
 
 
 def _allreduce_segment(x: Array, op: Reduction, comm: Messages, tag: int) -> Steps:
@@ -140,7 +140,7 @@ def _allreduce_segment(x: Array, op: Reduction, comm: Messages, tag: int) -> Ste
         distances = [1 << bit for bit in range(folded.p.bit_length() - 1)]
         steps = folded.exchanges(bounds(x.size, folded.p), distances)
         yield from _halve(total, steps, op, comm, tag)
-        own = steps[-1].kept if steps else slice(0, x.size)
+        own = steps[-1].own_half if steps else slice(0, x.size)
         op.finish(total[own], comm.size, x[own])
         yield from _double(x, steps, comm, tag)
     if folded.other is not None:

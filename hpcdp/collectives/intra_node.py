@@ -128,7 +128,7 @@ class _Staging:
         shape = (2, memory.size, CHUNK_NBYTES)
         sums = memory.alloc(shape, np.uint8)
         self._sums = {dtype: sums.view(dtype) for dtype in self._exchange.DTYPES}
-        self._others = memory.alloc(shape, np.uint8)
+        self._other_reductions = memory.alloc(shape, np.uint8)
         self._rows = sums
         self._board = memory.alloc((2, memory.size, memory.size + _LEAST_COUNTS), np.int64)
         self._direct = _direct_of(calls)
@@ -299,15 +299,15 @@ class _Staging:
             expected = "a float or an integer of 8, 32 or 64 bits"
             raise UnsupportedError("allreduce", where="algorithm='shared'", expected=expected, got=flat.dtype)
         n, me = self._memory.size, self._memory.rank
-        taken = words(flat)
-        staging, code = self._others.view(taken.dtype), self._ops[op.of_partial_results().name]
+        numbers = words(flat)
+        staging, code = self._other_reductions.view(numbers.dtype), self._ops[op.of_partial_results().name]
         factors = op.factors(n)
-        if taken.dtype not in self._compiled:
-            nothing = np.zeros((n, 1), taken.dtype)
+        if numbers.dtype not in self._compiled:
+            nothing = np.zeros((n, 1), numbers.dtype)
             self._reduce.combine_staged(nothing[0], nothing, me, 0, 0, code, *factors)
-            self._compiled.add(taken.dtype)
-        for first in range(0, max(taken.size, 1), staging.shape[2]):
-            piece = taken[first : first + staging.shape[2]]
+            self._compiled.add(numbers.dtype)
+        for first in range(0, max(numbers.size, 1), staging.shape[2]):
+            piece = numbers[first : first + staging.shape[2]]
             lo, hi = piece.size * me // n, piece.size * (me + 1) // n
             half = staging[self._half]
             row = half[me, : piece.size]

@@ -386,32 +386,32 @@ class _Decoder:
             return {key: self.value(item) for key, item in plain.items()}
         if not isinstance(plain, list):
             return plain
-        kind, *rest = plain
+        kind, *items = plain
         if kind in _SEQUENCES:
-            return _SEQUENCES[kind](self.value(item) for item in rest)
+            return _SEQUENCES[kind](self.value(item) for item in items)
         if kind in ("dict", "ordered"):
             # A pair was encoded with its value first.
-            pairs = [(self.value(item), key) for key, item in rest]
+            pairs = [(self.value(item), key) for key, item in items]
             made = [(self.value(key), item) for item, key in pairs]
             return dict(made) if kind == "dict" else OrderedDict(made)
         if kind == "int":
-            return int(rest[0], 16)
+            return int(items[0], 16)
         if kind in _FROM_TEXT:
-            return _FROM_TEXT[kind](rest[0])
+            return _FROM_TEXT[kind](items[0])
         if kind == "dtype":
-            return dtype_of(rest[0])
+            return dtype_of(items[0])
         if kind in ("array", "scalar"):
-            return self._array(kind, *rest)
+            return self._array(kind, *items)
         if kind == "tensor":
-            return kind_named(rest[0]).of_array(self.value(rest[1]))
-        module, name, *rest = rest
-        found = _class_of(module, name)
+            return kind_named(items[0]).of_array(self.value(items[1]))
+        module, name, *items = items
+        cls = _class_of(module, name)
         if kind == "enum":
-            return found[rest[0]]
+            return cls[items[0]]
         if kind == "namedtuple":
-            return found(*(self.value(item) for item in rest))
-        made = object.__new__(found)
-        for field, item in rest[0].items():
+            return cls(*(self.value(item) for item in items))
+        made = object.__new__(cls)
+        for field, item in items[0].items():
             object.__setattr__(made, field, self.value(item))
         return made
 
@@ -432,15 +432,15 @@ def _class_name(kind: type) -> tuple[str, str]:
 
 def _class_of(module: str, name: str) -> Any:
     """Return a class by name, if this process has imported its module and the class carries only data."""
-    found: Any = sys.modules.get(module)
+    cls: Any = sys.modules.get(module)
     for part in name.split("."):
-        found = getattr(found, part, None)
-    is_tuple = isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")
-    is_enum = isinstance(found, type) and issubclass(found, enum.Enum)
-    if not (is_tuple or is_enum or (isinstance(found, type) and dataclasses.is_dataclass(found))):
+        cls = getattr(cls, part, None)
+    is_tuple = isinstance(cls, type) and issubclass(cls, tuple) and hasattr(cls, "_fields")
+    is_enum = isinstance(cls, type) and issubclass(cls, enum.Enum)
+    if not (is_tuple or is_enum or (isinstance(cls, type) and dataclasses.is_dataclass(cls))):
         raise UnsupportedError(
             "receive an object", where=f"{module}.{name}", got="no such class",
             expected="a dataclass, named tuple or enumeration that this rank has imported",
             remedy="import its module, and define it at the top level, on all ranks",
         )  # fmt: skip
-    return found
+    return cls

@@ -63,19 +63,19 @@ class Algorithm:
     bind: Callable[..., intra_node.BoundExchange | None] | None = None
     """Returns ``blocking`` for arrays like its first argument as one kernel call, or None; after the first use."""
 
-    def machine(self, world: World, call: Call, x: np.ndarray, *others: object) -> Steps:
-        """Return a machine that has not started; ``x`` and ``others`` are the collective's arguments."""
+    def machine(self, world: World, call: Call, x: np.ndarray, *further: object) -> Steps:
+        """Return a machine that has not started; ``x`` and ``further`` are the collective's arguments."""
         assert self.steps is not None
         progress = ProgressEngine.of(world)
         if self.prepare is not None:
             progress.prepare(self.prepare, world, call)
         if self.compares:
             progress.calls.number += 1
-            return self.steps(x, *others, world, call)
+            return self.steps(x, *further, world, call)
         comparison = progress.calls.steps(call)
-        return _one_after_another(comparison, self.steps(x, *others, world, progress.tag(call.signature)))
+        return _one_after_another(comparison, self.steps(x, *further, world, progress.tag(call.signature)))
 
-    def run(self, world: World, call: Call, x: np.ndarray, *others: object) -> None:
+    def run(self, world: World, call: Call, x: np.ndarray, *further: object) -> None:
         """Run the collective to its end, after all operations started before.
 
         Raises:
@@ -84,12 +84,12 @@ class Algorithm:
         if world.size == 1:
             return
         if not world.meetings:
-            self._run(world, call, x, *others)
+            self._run(world, call, x, *further)
             return
         with world.meeting():
-            self._run(world, call, x, *others)
+            self._run(world, call, x, *further)
 
-    def _run(self, world: World, call: Call, x: np.ndarray, *others: object) -> None:
+    def _run(self, world: World, call: Call, x: np.ndarray, *further: object) -> None:
         progress = ProgressEngine.of(world)
         watchdog = progress.watchdog
         watchdog.calls += 1
@@ -101,22 +101,22 @@ class Algorithm:
                 progress.prepare(self.prepare, world, call)
             if self.compares:
                 progress.calls.number += 1
-                self.blocking(x, *others, world, call)  # type: ignore[misc]
+                self.blocking(x, *further, world, call)  # type: ignore[misc]
                 return
             progress.calls.agree(call)
             if self.blocking is not None:
-                self.blocking(x, *others, world)
+                self.blocking(x, *further, world)
             elif self.steps is not None:
-                run_until_complete(self.steps(x, *others, world, progress.tag(call.signature)))
+                run_until_complete(self.steps(x, *further, world, progress.tag(call.signature)))
         finally:
             watchdog.leave(watched)
 
-    def bound(self, world: World, call: Call, x: np.ndarray, *others: object) -> Callable[..., bool] | None:
+    def bound(self, world: World, call: Call, x: np.ndarray, *further: object) -> Callable[..., bool] | None:
         """Return `run` for arrays like ``x``, which has run before, as one kernel call; None without such a kernel.
 
         It returns False if `run` is needed; see `intra_node.BoundExchange.direct_call`.
         """
-        exchange = None if self.bind is None or world.size == 1 else self.bind(x, *others, world, call)
+        exchange = None if self.bind is None or world.size == 1 else self.bind(x, *further, world, call)
         return None if exchange is None else exchange.direct_call(world, call)
 
 
@@ -215,8 +215,8 @@ def _flat(name: str, steps: Callable[..., Steps]) -> Algorithm:
     """Return an algorithm over the communicator of all ranks of a world."""
 
     def over_all_ranks(*arguments: object) -> Steps:
-        *rest, world, tag = arguments
-        return steps(*rest, world.comm, tag)  # type: ignore[attr-defined]
+        *arrays, world, tag = arguments
+        return steps(*arrays, world.comm, tag)  # type: ignore[attr-defined]
 
     return Algorithm(name, over_all_ranks)
 
@@ -407,8 +407,8 @@ def crowded(world: World) -> str:
 
 def _machine(values: dict[str, Any]) -> MachineModel:
     inside, across = (Link(**_seconds(values[name])) for name in ("inside", "across"))
-    rest = {name: value for name, value in values.items() if name not in ("inside", "across")}
-    return MachineModel(inside, across, **_seconds(rest))
+    other_rates = {name: value for name, value in values.items() if name not in ("inside", "across")}
+    return MachineModel(inside, across, **_seconds(other_rates))
 
 
 def _seconds(values: dict[str, Any]) -> dict[str, Any]:
@@ -447,8 +447,7 @@ def loaded(world: World) -> Table | None:
         expected = fingerprint(world)
         table = world.comm.allgather_json(_read(expected) if world.rank == 0 else None)[0]
         world.keep("tuning table", lambda: table)
-    kept: Table | None = world.kept["tuning table"]
-    return kept
+    return world.kept["tuning table"]  # type: ignore[no-any-return]
 
 
 def _read(expected: Fingerprint) -> Table | None:

@@ -101,7 +101,7 @@ class _TensorCall:
         self.order = contextlib.ExitStack()
         self._operation = operation
         self.kind: ArrayKind | None = None
-        self._given: list[tuple[Array, Any]] = []
+        self._arguments: list[tuple[Array, Any]] = []
 
     def array(self, where: str, x: Any) -> Any:
         """Return an array over the memory of a tensor, a list with arrays for its tensors, or ``x`` itself."""
@@ -110,13 +110,13 @@ class _TensorCall:
         kind = kinds[type(x)]
         if kind is None:
             _plain_types.add(type(x))
-            self._given.append((x, x))
+            self._arguments.append((x, x))
             return x
         array = kind.as_array(self._operation, where, x)
         if self.kind is None:
             self.kind = kind
             self.order.enter_context(kind.ordered_with(x))
-        self._given.append((array, x))
+        self._arguments.append((array, x))
         return array
 
     def in_kind(self, result: Any) -> Any:
@@ -128,7 +128,7 @@ class _TensorCall:
             return result
         if isinstance(result, (list, tuple)):
             return type(result)(self.in_kind(item) for item in result)
-        for array, x in self._given:
+        for array, x in self._arguments:
             if array is result:
                 if array is not x:
                     self.kind.written(x)

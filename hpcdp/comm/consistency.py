@@ -95,10 +95,10 @@ def first_difference(
     """Return the error for ranks ``odd`` that have the items ``other`` instead of ``first``, those of rank 0."""
     at = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
     longer, most = (0, len(first)) if at < len(first) else (odd[0], len(other))
-    wanted, actual = _around_difference(_item(first, at), _item(other, at))
+    first_text, other_text = _around_difference(_item(first, at), _item(other, at))
     error = MismatchError(
-        operation, where=f"item {at + 1} of {most} on rank {longer}", expected=f"{wanted} as on rank 0",
-        got=f"{actual} on rank{'s' if len(odd) > 1 else ''} {listed(odd, 8)}", remedy=remedy,
+        operation, where=f"item {at + 1} of {most} on rank {longer}", expected=f"{first_text} as on rank 0",
+        got=f"{other_text} on rank{'s' if len(odd) > 1 else ''} {listed(odd, 8)}", remedy=remedy,
     )  # fmt: skip
     error.is_on_every_rank = True
     return error
@@ -111,12 +111,12 @@ def _around_difference(first: str, other: str) -> tuple[str, str]:
     words = first.split(" "), other.split(" ")
     shorter = min(map(len, words))
     begin = next((i for i in range(shorter) if words[0][i] != words[1][i]), shorter)
-    kept = next((i for i in range(shorter - begin) if words[0][-1 - i] != words[1][-1 - i]), shorter - begin)
-    if kept and shorter - kept == begin:  # one text lacks the other's words: show the next word too
-        kept -= 1
+    alike = next((i for i in range(shorter - begin) if words[0][-1 - i] != words[1][-1 - i]), shorter - begin)
+    if alike and shorter - alike == begin:  # one text lacks the other's words: show the next word too
+        alike -= 1
     begin = max(begin - 1, 0)  # include the word before, which may be a name
-    cut = [" ".join(text[begin : len(text) - kept]) for text in words]
-    before, after = "... " if begin else "", " ..." if kept else ""
+    cut = [" ".join(text[begin : len(text) - alike]) for text in words]
+    before, after = "... " if begin else "", " ..." if alike else ""
     return f"{before}{cut[0]}{after}", f"{before}{cut[1]}{after}"
 
 
@@ -279,23 +279,24 @@ def called(frame: FrameType | None) -> tuple[str, str]:
 
 
 def _public_name(frame: FrameType, public: Collection[str]) -> tuple[str, str] | None:
-    code, seen = frame.f_code, frame.f_locals
+    code, local_vars = frame.f_code, frame.f_locals
     path = code.co_qualname
     if "<locals>" in path:  # the wrapper of a decorator: take the decorated function
-        path = next((seen[free].__qualname__ for free in code.co_freevars if hasattr(seen.get(free), "__code__")), "")
+        functions: list[Any] = [local_vars.get(free) for free in code.co_freevars]
+        path = next((function.__qualname__ for function in functions if hasattr(function, "__code__")), "")
         if not path or "<locals>" in path:
             return None
     owner, _, name = path.rpartition(".")
     owner = owner.rpartition(".")[2]
     if owner and code.co_argcount:
-        this = seen.get(code.co_varnames[0])
+        this = local_vars.get(code.co_varnames[0])
         kind = this if isinstance(this, type) else type(this)
         classes = [base.__name__ for base in kind.__mro__]
         if owner in classes:
             known_as = getattr(kind, "public_name", classes[0])
             owner = next((name for name in classes if name in public), known_as)
     if name == "__getattr__":
-        name = str(seen.get(code.co_varnames[1]))
+        name = str(local_vars.get(code.co_varnames[1]))
     elif name in ("__enter__", "__exit__"):
         name = "with"
     elif name.startswith("__"):
@@ -303,13 +304,13 @@ def _public_name(frame: FrameType, public: Collection[str]) -> tuple[str, str] |
     return owner, name
 
 
-def refuse(world: World, kind: type[HpcdpError], kept: Any, **why: Any) -> None:
-    """Let all communication of ``world`` fail from now on; ``kept`` replaces its `World.kept`."""
+def refuse(world: World, kind: type[HpcdpError], new_kept: Any, **why: Any) -> None:
+    """Let all communication of ``world`` fail from now on; ``new_kept`` replaces its `World.kept`."""
     for name in FIELDS:
         if (before := getattr(world, name)) is not None and not isinstance(before, Refused):
             rank, size = getattr(before, "rank", 0), getattr(before, "size", 1)
             object.__setattr__(world, name, Refused(kind, rank, size, **why))
-    object.__setattr__(world, "kept", Refused(kind, 0, 1, **why) if kept is None else kept)
+    object.__setattr__(world, "kept", Refused(kind, 0, 1, **why) if new_kept is None else new_kept)
 
 
 MOST_NBYTES = 64 << 10
@@ -543,17 +544,17 @@ class ByMessages:
             except _Differs:
                 self._raise_difference(call)
             return
-        mine, theirs = self._blocks.sides_of(total)
+        mine, other = self._blocks.sides_of(total)
         signature, swap = call.signature, self._comm.swap
         mine.header[0] = signature
         for lane, peer in self._pairs:
             if total is not None:
                 mine.body[...] = total
-            swap(mine.sent, theirs.whole, peer, tag + lane)
-            if theirs.header[0] != signature:
+            swap(mine.sent, other.whole, peer, tag + lane)
+            if other.header[0] != signature:
                 mine.header[0] = _DIFFERENT
             elif total is not None:
-                self._reduce(total, theirs.body, peer, op)
+                self._reduce(total, other.body, peer, op)
         if mine.header[0] != signature:
             self._raise_difference(call)
 
@@ -597,22 +598,22 @@ class ByMessages:
         total: np.ndarray | None = None,
         op: Reduction | None = None,
     ) -> Steps:
-        mine, theirs = sides
+        mine, other = sides
         signature, comm = call.signature, self._comm
         mine.header[0] = signature
         for lane, peer, sends, receives in self._rounds:
             if total is not None and sends:
                 mine.body[...] = total
-            requests = [comm.irecv_up_to(theirs.whole, peer, tag + lane)] if receives else []
+            requests = [comm.irecv_up_to(other.whole, peer, tag + lane)] if receives else []
             yield [*requests, *([comm.isend_whole(mine.sent, peer, tag + lane)] if sends else [])]
             if not receives:
                 continue
-            if theirs.header[0] != signature:
+            if other.header[0] != signature:
                 mine.header[0] = _DIFFERENT
             elif total is not None and lane == _RESULT:
-                total[...] = theirs.body
+                total[...] = other.body
             elif total is not None:
-                self._reduce(total, theirs.body, peer, op)
+                self._reduce(total, other.body, peer, op)
         if mine.header[0] != signature:
             raise _Differs
 
@@ -739,10 +740,10 @@ _exchanges: dict[str, Call] = {}
 
 def compare_exchanges(world: World) -> None:
     """Compare ``allgather_json`` exchanges of all ranks of ``world`` with the collective calls of others."""
-    exchange, ours = exchange_of(world.comm), weakref.ref(world)
+    exchange, world_ref = exchange_of(world.comm), weakref.ref(world)
 
     def compared(value: Any) -> list[Any]:
-        if (alive := ours()) is not None:
+        if (alive := world_ref()) is not None:
             alive.settle()
             name = str(value.get("call", _NAMELESS)) if type(value) is dict else _NAMELESS
             call = _exchanges.get(name)

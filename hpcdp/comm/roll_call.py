@@ -61,13 +61,13 @@ class DifferentCalls:
 
     def __init__(self, memory: NodeMemory, ranks: Sequence[int], begun: Callable[[str, int], int]) -> None:
         n = memory.size
-        said = np.dtype(
+        board = np.dtype(
             [
                 ("looks", "i8"), ("call", "i8"), ("kind", f"S{KIND_NBYTES}"), ("item", "i8"), ("number", "i8"),
                 ("text", f"S{TEXT_NBYTES}"), ("behind", "i8", (n,)), ("different", "i8", (n,)),
             ]
         )  # fmt: skip
-        self._said, self._me, self._ranks, self._begun = memory.alloc((n,), said), memory.rank, ranks, begun
+        self._board, self._me, self._ranks, self._begun = memory.alloc((n,), board), memory.rank, ranks, begun
         self._waiting: WaitingCall | None = None
         self._number = 0
         self._suspects: dict[int, int] = {}
@@ -83,48 +83,48 @@ class DifferentCalls:
         Returns:
             The calls of all ranks that wait for each other, by rank, including this one; else an empty dict.
         """
-        said, me = self._said, self._me
-        said["looks"][me] += 1
+        board, me = self._board, self._me
+        board["looks"][me] += 1
         if waiting != self._waiting:
             self._say(waiting)
         if waiting is None:
             return {}
-        for other in range(len(said)):
-            if said["different"][other, me] == self._number:  # the other has raised the error, and may have moved on
-                return self._waiting_in(np.flatnonzero(said["different"][other]))
-        if any([self._is_different(other) for other in range(len(said)) if other != me]) and decides:
+        for other in range(len(board)):
+            if board["different"][other, me] == self._number:  # the other has raised the error, and may have moved on
+                return self._waiting_in(np.flatnonzero(board["different"][other]))
+        if any([self._is_different(other) for other in range(len(board)) if other != me]) and decides:
             same = [
-                local for local in range(len(said)) if said["call"][local] and self._call_of(local).is_same(waiting)
+                local for local in range(len(board)) if board["call"][local] and self._call_of(local).is_same(waiting)
             ]
             members = sorted({*same, *self._suspects})
-            said["different"][me, members] = said["call"][members]
+            board["different"][me, members] = board["call"][members]
             return self._waiting_in(members)
         return {}
 
     def _say(self, waiting: WaitingCall | None) -> None:
-        said, me = self._said, self._me
+        board, me = self._board, self._me
         self._waiting = waiting
         self._suspects.clear()
-        said["call"][me], said["behind"][me] = 0, 0
+        board["call"][me], board["behind"][me] = 0, 0
         if waiting is not None:
-            said["kind"][me], said["text"][me] = waiting.kind.encode(), waiting.text.encode()[:TEXT_NBYTES]
-            said["item"][me], said["number"][me], said["different"][me] = waiting.item, waiting.number, 0
+            board["kind"][me], board["text"][me] = waiting.kind.encode(), waiting.text.encode()[:TEXT_NBYTES]
+            board["item"][me], board["number"][me], board["different"][me] = waiting.item, waiting.number, 0
             self._number += 1
-            said["call"][me] = self._number
+            board["call"][me] = self._number
 
     def _is_different(self, other: int) -> bool:
-        said, me = self._said, self._me
-        call, theirs = int(said["call"][other]), self._call_of(other)
-        is_behind = call != 0 and self._begun(theirs.kind, theirs.item) < theirs.number
-        said["behind"][me, other] = call if is_behind else 0
-        if not is_behind or said["behind"][other, me] != self._number:
+        board, me = self._board, self._me
+        call, waiting = int(board["call"][other]), self._call_of(other)
+        is_behind = call != 0 and self._begun(waiting.kind, waiting.item) < waiting.number
+        board["behind"][me, other] = call if is_behind else 0
+        if not is_behind or board["behind"][other, me] != self._number:
             self._suspects.pop(other, None)
             return False
-        looks = int(said["looks"][other])
+        looks = int(board["looks"][other])
         return looks - self._suspects.setdefault(other, looks) >= _LOOKS
 
     def _call_of(self, local: int) -> WaitingCall:
-        row = self._said[local]
+        row = self._board[local]
         kind, text = row["kind"].decode(errors="ignore"), row["text"].decode(errors="ignore")
         return WaitingCall(kind, int(row["item"]), int(row["number"]), text)
 
@@ -135,8 +135,8 @@ class DifferentCalls:
 def mismatch(waiting: Mapping[int, WaitingCall]) -> MismatchError:
     """Return the error for ranks that wait for each other in different calls, by rank; equal on all of them."""
     first = min(waiting)
-    others = [rank for rank in waiting if not waiting[rank].is_same(waiting[first])]
-    odd = min(others, default=first)  # no other if a rank has moved on to the call of the others
+    in_other_calls = [rank for rank in waiting if not waiting[rank].is_same(waiting[first])]
+    odd = min(in_other_calls, default=first)  # no other if a rank has moved on to the call of the others
     named = []
     for call in (waiting[first], waiting[odd]):
         ranks = [rank for rank in sorted(waiting) if waiting[rank].is_same(call)]
@@ -201,7 +201,7 @@ class _Roll:
     def __init__(self, first: int, number: int, calls: int, call: bytes, alone: bool, above: int | None) -> None:
         self.first, self.number, self.calls, self.call = first, number, calls, call
         self.alone, self.above = alone, above
-        self.asked: dict[int, float] = {}
+        self.unacknowledged: dict[int, float] = {}
         """Children that have not acknowledged the question, and their deadlines (monotonic)."""
         self.at_work: dict[int, float] = {}
         """Children that have acknowledged but not answered it, and their deadlines."""
@@ -215,7 +215,7 @@ class _Roll:
 
     @property
     def is_over(self) -> bool:
-        return not self.asked and not self.at_work
+        return not self.unacknowledged and not self.at_work
 
     @property
     def missing(self) -> Missing:
@@ -249,7 +249,7 @@ class RollCall:
         self._rolls: dict[tuple[int, int], _Roll] = {}
         self._numbers = 0
         self._own: _Roll | None = None
-        self._wanted = -1
+        self._claimed_call = -1
         self._reporter: tuple[int, int, float] | None = None
         self._sent: list[tuple[Request, np.ndarray]] = []
 
@@ -301,13 +301,13 @@ class RollCall:
         if own is None:
             return None
         self._rolls.pop((own.first, own.number), None)
-        for rank in (*own.asked, *own.at_work):
+        for rank in (*own.unacknowledged, *own.at_work):
             own.problems[rank] = SILENT
         return own.missing
 
     def is_wanted(self, calls: int) -> bool:
         """Return whether this rank has announced that it reports a call."""
-        return self._wanted == calls
+        return self._claimed_call == calls
 
     def reporter(self, calls: int) -> int | None:
         """Return the rank that reports a call, if known and not overdue; else None."""
@@ -323,26 +323,26 @@ class RollCall:
             waits: the number of the call in which this rank waits for others; None for none.
         """
         self._sent = [(request, message) for request, message in self._sent if not self._has_gone(request)]
-        for source, said in self._received():
-            key = int(said["first"]), int(said["number"])
+        for source, message in self._received():
+            key = int(message["first"]), int(message["number"])
             roll = self._rolls.get(key)
-            if said["kind"] == _LEAVE:
-                self.left[source] = int(said["calls"])
-            elif said["kind"] == _QUESTION:
-                yield from self._take(source, said, waits)
-            elif roll is not None and said["kind"] == _AT_WORK:
-                if roll.asked.pop(source, None) is not None:
+            if message["kind"] == _LEAVE:
+                self.left[source] = int(message["calls"])
+            elif message["kind"] == _QUESTION:
+                yield from self._take(source, message, waits)
+            elif roll is not None and message["kind"] == _AT_WORK:
+                if roll.unacknowledged.pop(source, None) is not None:
                     roll.at_work[source] = time.monotonic() + self._limit_s(self._place(roll, source))
-            elif roll is not None and said["kind"] == _REPORTED:
-                self._reporter = roll.calls, int(said["ranks"][0]), time.monotonic()
+            elif roll is not None and message["kind"] == _REPORTED:
+                self._reporter = roll.calls, int(message["ranks"][0]), time.monotonic()
                 self._give_up(roll)
             elif roll is not None:
-                roll.asked.pop(source, None)
+                roll.unacknowledged.pop(source, None)
                 roll.at_work.pop(source, None)
                 roll.problems.pop(source, None)  # its answer was late
-                self._add(roll, {int(rank): _WORDS[word] for rank, word in _entries(said)}, int(said["total"]))
-                if said["compares"]:
-                    roll.other = int(said["other"]), _waiting_of(said)
+                self._add(roll, {int(rank): _WORDS[word] for rank, word in _entries(message)}, int(message["total"]))
+                if message["compares"]:
+                    roll.other = int(message["other"]), _waiting_of(message)
         for roll in list(self._rolls.values()):
             self._go_on(roll)
 
@@ -362,17 +362,17 @@ class RollCall:
         """The ranks that the library has reported dead."""
         return self._comm.lost
 
-    def _take(self, source: int, said: Any, waits: int | None) -> Iterator[Question]:
-        first, calls = int(said["first"]), int(said["calls"])
-        key = first, int(said["number"])
+    def _take(self, source: int, question: Any, waits: int | None) -> Iterator[Question]:
+        first, calls = int(question["first"]), int(question["calls"])
+        key = first, int(question["number"])
         if key in self._rolls:
             return
-        waiting = _waiting_of(said) if said["compares"] else None
+        waiting = _waiting_of(question) if question["compares"] else None
         if waiting is not None:
             self._compared[waiting.kind, waiting.item] = waiting.number, first
-        if not said["alone"]:
+        if not question["alone"]:
             if waits == calls and self._comm.rank < first and self.reporter(calls) is None:
-                self._wanted = calls
+                self._claimed_call = calls
                 self._reporter = calls, self._comm.rank, time.monotonic()
             known = self.reporter(calls)
             if known is not None and known < first:
@@ -381,13 +381,13 @@ class RollCall:
             self._reporter = calls, first, time.monotonic()
             for roll in [other for other in self._rolls.values() if other.calls == calls and other.first > first]:
                 self._give_up(roll)
-        roll = _Roll(*key, calls, said["call"], bool(said["alone"]), source)
+        roll = _Roll(*key, calls, question["call"], bool(question["alone"]), source)
         roll.waiting = waiting
         self._begin(roll)
         if not roll.is_over:
             self._send(source, kind=_AT_WORK, first=first, number=key[1])
         if waiting is None:
-            yield Question(first, calls, said["call"].decode(errors="ignore"))
+            yield Question(first, calls, question["call"].decode(errors="ignore"))
 
     def _begin(self, roll: _Roll) -> None:
         self._rolls[roll.first, roll.number] = roll
@@ -406,14 +406,14 @@ class RollCall:
             if roll.problems.get(rank) in UNABLE or rank in self.lost:
                 self._ask_below(roll, below)
             else:
-                roll.asked[rank] = time.monotonic() + self._step_s
+                roll.unacknowledged[rank] = time.monotonic() + self._step_s
                 self._send(
                     rank, kind=_QUESTION, alone=roll.alone, first=roll.first, number=roll.number, calls=roll.calls,
                     **({"call": roll.call} | _fields_of(roll.waiting)),
                 )  # fmt: skip
 
     def _go_on(self, roll: _Roll) -> None:
-        for waiting in (roll.asked, roll.at_work):
+        for waiting in (roll.unacknowledged, roll.at_work):
             for rank in [rank for rank, until_s in waiting.items() if time.monotonic() > until_s]:
                 del waiting[rank]
                 self._add(roll, {rank: SILENT})
@@ -423,10 +423,10 @@ class RollCall:
             missing, total = roll.missing
             named = list(missing.items())[:_MOST]
             ranks, words = [rank for rank, _ in named], [_WORDS.index(why) for _, why in named]
-            other, theirs = roll.other or (-1, None)
+            other, call = roll.other or (-1, None)
             self._send(
                 roll.above, kind=_ANSWER, first=roll.first, number=roll.number, total=total, named=len(named),
-                ranks=ranks, words=words, other=other, **_fields_of(theirs),
+                ranks=ranks, words=words, other=other, **_fields_of(call),
             )  # fmt: skip
 
     def _give_up(self, roll: _Roll) -> None:
@@ -497,9 +497,9 @@ class RollCall:
             return True
 
 
-def _entries(said: Any) -> Iterator[tuple[int, int]]:
-    named = int(said["named"])
-    return zip(said["ranks"][:named].tolist(), said["words"][:named].tolist(), strict=True)
+def _entries(answer: Any) -> Iterator[tuple[int, int]]:
+    named = int(answer["named"])
+    return zip(answer["ranks"][:named].tolist(), answer["words"][:named].tolist(), strict=True)
 
 
 def _fields_of(waiting: WaitingCall | None) -> dict[str, Any]:
@@ -510,6 +510,6 @@ def _fields_of(waiting: WaitingCall | None) -> dict[str, Any]:
     return {"compares": True, "kind_of_calls": kind.encode(), "item": item, "begun": number, "call": text.encode()}
 
 
-def _waiting_of(said: Any) -> WaitingCall:
-    text = said["call"].decode(errors="ignore")
-    return WaitingCall(said["kind_of_calls"].decode(), int(said["item"]), int(said["begun"]), text)
+def _waiting_of(message: Any) -> WaitingCall:
+    text = message["call"].decode(errors="ignore")
+    return WaitingCall(message["kind_of_calls"].decode(), int(message["item"]), int(message["begun"]), text)

@@ -127,8 +127,8 @@ def check_singleton_world(library: str, size: int, environ: Mapping[str, str]) -
         return
     _refuse_torchrun(library, environ)
     own = _OWN_VARIABLE.get(library)
-    others = [name for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if name != own]
-    order = [name for name in ([own] if own else []) + others + ["SLURM_STEP_NUM_TASKS"] if name in environ]
+    other_variables = [name for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if name != own]
+    order = [name for name in ([own] if own else []) + other_variables + ["SLURM_STEP_NUM_TASKS"] if name in environ]
     if not order:
         return
     variable = order[0]
@@ -240,11 +240,11 @@ def forget_launcher(environ: MutableMapping[str, str] = os.environ) -> None:
     noted = _noted(environ)
     if noted is None or noted["pid"] == os.getpid():
         return
-    theirs, ours = noted["names"], _names(environ)
-    channel = ours.pop("channel", None)
-    is_open_anew = channel is not None and channel != theirs.pop("channel", None)  # by a launcher that the rank runs
-    theirs.pop("channel", None)
-    if ours and ours == theirs and not is_open_anew:
+    noted_names, current_names = noted["names"], _names(environ)
+    channel = current_names.pop("channel", None)
+    noted_channel = noted_names.pop("channel", None)
+    is_open_anew = channel is not None and channel != noted_channel  # by a launcher that the rank runs
+    if current_names and current_names == noted_names and not is_open_anew:
         for name in [name for name in environ if name.startswith(_OF_LAUNCHERS) and not name.startswith(_KEPT)]:
             del environ[name]
 

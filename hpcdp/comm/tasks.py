@@ -75,7 +75,7 @@ class Operation(Generic[T]):
         self.is_over = False
         """True once it is complete or has failed."""
         self._test, self._watchdog = test, watchdog
-        self._asked: float | None = None
+        self._tested_at: float | None = None
         self._callbacks: deque[Callable[[], object]] = deque()
 
     def add_done_callback(self, callback: Callable[[], object]) -> None:
@@ -101,24 +101,24 @@ class Operation(Generic[T]):
             HpcdpError: the operation has failed.
         """
         watchdog, now = self._watchdog, time.monotonic()
-        if self._asked is not None:
-            self.waited_s += min(now - self._asked, PATIENCE_S)
-        self._asked = now
+        if self._tested_at is not None:
+            self.waited_s += min(now - self._tested_at, PATIENCE_S)
+        self._tested_at = now
         done = True
         try:
             done = self._test()
         finally:
             if not done:
-                if watchdog.asked is None or watchdog.asked.waited_s < self.waited_s:
-                    watchdog.asked = self
+                if watchdog.tested is None or watchdog.tested.waited_s < self.waited_s:
+                    watchdog.tested = self
             else:
                 self.settled()
         return done
 
     def settled(self) -> None:
         """Stop the watchdog's observation."""
-        if self._watchdog.asked is self:
-            self._watchdog.asked = None
+        if self._watchdog.tested is self:
+            self._watchdog.tested = None
 
     def wait(self) -> T:
         """Block until it is complete, and return its result.

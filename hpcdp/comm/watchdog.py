@@ -168,7 +168,7 @@ class Watchdog:
         """Unfinished calls of all threads, by their ids, in the order in which they began."""
         self.calls = 0
         """The number of calls that this rank has begun."""
-        self.asked: WatchedCall | None = None
+        self.tested: WatchedCall | None = None
         """A request that this rank tests in vain from time to time, between other work."""
         self.counts: dict[str, weakref.WeakMethod[Callable[[int], int]]] = {}
         """By kind of call that no rank ends before all have begun it: returns the number begun here of an item."""
@@ -184,7 +184,7 @@ class Watchdog:
         """The launcher's process; None for a world of one, which may outlive its shell."""
         self._watched_call: tuple[Any, ...] | None = None
         """This rank's call at the last check."""
-        self._lasted, self._told, self._is_left_to_others = 0.0, False, False
+        self._lasted, self._has_reported, self._is_left_to_others = 0.0, False, False
         self._gone_at: float | None = None
         self._waiting: WaitingCall | None = None
         """This rank's call at the last check, if it waits for all others in it."""
@@ -206,7 +206,7 @@ class Watchdog:
         self._visible = [member for member in self._everyone if member.host == host and member.state != "X"]
         """Members whose processes are visible in /proc."""
         self._neighbors = world.node_comm.allgather_json(world.rank) if world.node_memory.size > 1 else [world.rank]
-        self._seen = world.node_memory.alloc((world.node_memory.size,), np.int64)
+        self._calls_of_neighbors = world.node_memory.alloc((world.node_memory.size,), np.int64)
         self._within = world.node_memory.alloc((world.node_memory.size,), np.int64)
         """The number of the collective call in which each rank of the node waits; 0 for none."""
         self._reported = world.node_memory.alloc((world.node_memory.size,), np.int64)
@@ -284,7 +284,7 @@ class Watchdog:
             return
         self._ended.set()
         has_stopped = self._looking.acquire(timeout=_GRACE_S)  # with a limit, because the check may be ending the job
-        self._seen[self._memory.rank] = (_CLOSES if has_closed else -1) - self.calls
+        self._calls_of_neighbors[self._memory.rank] = (_CLOSES if has_closed else -1) - self.calls
         self._within[self._memory.rank] = 0
         if has_stopped:
             if self._roll is not None and not has_closed:
@@ -311,19 +311,19 @@ class Watchdog:
         # Time during which this process itself was stopped does not count as waiting.
         self._lasted += min(time.monotonic() - self._looked, self._look_s + _LONGEST_LOOK_S)
         self._looked = time.monotonic()
-        self._seen[self._memory.rank] = self.calls
+        self._calls_of_neighbors[self._memory.rank] = self.calls
         self.answer()
-        call, now, asked = self._watched_call, self._now(), self.asked
-        if asked is not None and now is asked.call:
-            self._lasted = asked.waited_s
+        call, now, tested = self._watched_call, self._now(), self.tested
+        if tested is not None and now is tested.call:
+            self._lasted = tested.waited_s
         self._waiting = self._waits_in(call) if call is not None and now is call else None
         if now is not call or call is None:
             self._different.look(None)
             self._memory.failure = self._mismatch = None
-            if self._told and call is not None:
+            if self._has_reported and call is not None:
                 self._say(f"{_described(call)} has ended after {self._lasted:.1f} s, and the job goes on")
             self._watched_call, self._lasted, self._gone_at = now, 0.0, None
-            self._told = self._is_left_to_others = False
+            self._has_reported = self._is_left_to_others = False
             return True
         gone = self._gone(call)
         self._gone_at = None if not gone else self._lasted if self._gone_at is None else self._gone_at
@@ -338,17 +338,17 @@ class Watchdog:
         elif 0 < self._timeout_s < self._lasted:
             reports = self._reports(call, self._lasted - self._timeout_s)
             if reports and self._report(call, self._timeout_s, "the job ends now (HPCDP_TIMEOUT_S)"):
-                self._told = True
+                self._has_reported = True
                 self._answer_for(_GRACE_S, lambda: False)  # late ranks show their stacks
                 if self._now() is call:
                     self._comm.abort(1)
                     return False
-        elif 0 < self._stall_s < self._lasted and not self._told and not self._is_left_to_others:
+        elif 0 < self._stall_s < self._lasted and not self._has_reported and not self._is_left_to_others:
             self._is_left_to_others = self._is_reported(call)
             if not self._is_left_to_others and self._reports(call, self._lasted - self._stall_s):
                 until = f", until {self._timeout_s:g} s have passed (HPCDP_TIMEOUT_S)" if self._timeout_s else ""
-                self._told = self._report(call, self._stall_s, f"the job goes on{until}")
-                self._is_left_to_others = not self._told
+                self._has_reported = self._report(call, self._stall_s, f"the job goes on{until}")
+                self._is_left_to_others = not self._has_reported
         return True
 
     def _waits_in(self, call: tuple[Any, ...]) -> WaitingCall | None:
@@ -378,10 +378,10 @@ class Watchdog:
         begun = None if method is None else method()
         return 0 if begun is None else begun(item)
 
-    def _differs(self, theirs: WaitingCall) -> WaitingCall | None:
-        """Return this rank's call if it waits without having begun ``theirs``; else None."""
+    def _differs(self, other_call: WaitingCall) -> WaitingCall | None:
+        """Return this rank's call if it waits without having begun ``other_call``; else None."""
         is_there = self._waiting is not None and self._now() is self._watched_call
-        return self._waiting if is_there and self._begun(theirs.kind, theirs.item) < theirs.number else None
+        return self._waiting if is_there and self._begun(other_call.kind, other_call.item) < other_call.number else None
 
     def _is_different(self, call: tuple[Any, ...]) -> bool:
         """Check whether this rank and others wait for each other in different calls; return whether the job ends.
@@ -420,8 +420,8 @@ class Watchdog:
         return {rank: waiting, answer[0]: answer[1]}
 
     def _now(self) -> tuple[Any, ...] | None:
-        asked = self.asked
-        return self.call if self.call is not None or asked is None else asked.call
+        tested = self.tested
+        return self.call if self.call is not None or tested is None else tested.call
 
     def _waits(self) -> int:
         """Return the number of the collective call in which this rank waits; 0 for none."""
@@ -464,8 +464,8 @@ class Watchdog:
         if missing is None:
             if not self._has_been_in_vain(self._lasted - limit_s):
                 return False
-            seen = self._seen_missing(call)
-            missing = Missing(dict(sorted(seen.items())), len(seen))
+            visible = self._seen_missing(call)
+            missing = Missing(dict(sorted(visible.items())), len(visible))
         self._reported[self._memory.rank] = self._waits()
         self._say(f"{_described(call)} has not ended in {limit_s:g} s: {self._listed(missing)}\n  {next_}; stacks:")
         with contextlib.suppress(OSError, ValueError):  # a stream without a file descriptor
@@ -523,8 +523,8 @@ class Watchdog:
     def _ended_ranks(self) -> dict[int, tuple[int, str]]:
         """Return, for each rank that makes no more calls, the number that it has begun, and the reason."""
         left = {} if self._roll is None else {rank: (begun, LEFT) for rank, begun in self._roll.left.items()}
-        seen = zip(self._neighbors, self._seen_calls(), strict=True)
-        return left | {rank: (begun, why) for rank, (begun, why) in seen if why != LATE}
+        neighbors = zip(self._neighbors, self._seen_calls(), strict=True)
+        return left | {rank: (begun, why) for rank, (begun, why) in neighbors if why != LATE}
 
     def _answer_for(self, limit_s: float, enough: Callable[[], bool]) -> None:
         """Answer questions for up to ``limit_s`` seconds, or until ``enough()``.
@@ -541,15 +541,15 @@ class Watchdog:
         asker = self._everyone[question.rank]
         frame = sys._current_frames().get(self._watched)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else "  its thread has ended"
-        said = f"rank {asker.rank} (host {asker.host}) waits in {question.call}; this rank is here:\n{stack}"
-        self._say(said.rstrip())
+        text = f"rank {asker.rank} (host {asker.host}) waits in {question.call}; this rank is here:\n{stack}"
+        self._say(text.rstrip())
 
     def _say(self, text: str) -> None:
-        said = f"rank {self._comm.rank} of {self._comm.size}: {text}"
+        line = f"rank {self._comm.rank} of {self._comm.size}: {text}"
         if self._stream is None:
-            report_directly(said)
+            report_directly(line)
         else:
-            print(said, file=self._stream, flush=True)
+            print(line, file=self._stream, flush=True)
 
     def _gone(self, call: tuple[Any, ...]) -> dict[int, str]:
         """Return the ranks without which a call cannot end any more."""
@@ -562,8 +562,8 @@ class Watchdog:
     def _seen_calls(self) -> list[tuple[int, str]]:
         """Return the number of calls that each rank of the node has begun, and whether more may follow; see `end`."""
         return [
-            (_CLOSES - seen, CLOSED) if seen <= _CLOSES else (-1 - seen, LEFT) if seen < 0 else (seen, LATE)
-            for seen in self._seen.tolist()
+            (_CLOSES - count, CLOSED) if count <= _CLOSES else (-1 - count, LEFT) if count < 0 else (count, LATE)
+            for count in self._calls_of_neighbors.tolist()
         ]
 
     def _late(self, call: tuple[Any, ...]) -> dict[int, str]:
@@ -571,9 +571,9 @@ class Watchdog:
         if OWN in call[3:4] and len(call) > 4:
             return {call[4]: LATE}
         behind = call[2] if len(call) > 2 else None
-        seen = self._seen_calls()
-        late = (here for here, (begun, _) in enumerate(seen) if begun < self.calls) if behind is None else behind()
-        missing = {self._neighbors[here]: seen[here][1] for here in late}
+        neighbors = self._seen_calls()
+        late = (here for here, (begun, _) in enumerate(neighbors) if begun < self.calls) if behind is None else behind()
+        missing = {self._neighbors[here]: neighbors[here][1] for here in late}
         missing.pop(self._comm.rank, None)
         left = self._roll.left if self._roll else {}
         return missing | {rank: LEFT for rank, calls in left.items() if calls < self.calls}
@@ -591,21 +591,22 @@ class Watchdog:
 
     def _missing(self, call: tuple[Any, ...]) -> Missing | None:
         """Return the missing ranks of all nodes; None if another rank reports the call."""
-        seen, roll = self._seen_missing(call), self._roll
+        visible, roll = self._seen_missing(call), self._roll
         if roll is None:
-            return Missing(dict(sorted(seen.items())), len(seen))
+            return Missing(dict(sorted(visible.items())), len(visible))
         roll.call(self.calls, _described(call), alone=not _is_of_all(call))
         self._answer_for(roll.limit_s, lambda: roll.is_over or self._now() is not call)
-        asked = roll.result()
-        if asked is None:
+        answers = roll.result()
+        if answers is None:
             return None
-        named = {rank: why for rank, why in asked.named.items() if rank != self._comm.rank} | seen
-        return Missing(dict(sorted(named.items())), asked.total + len(seen.keys() - asked.named.keys()))
+        named = {rank: why for rank, why in answers.named.items() if rank != self._comm.rank} | visible
+        return Missing(dict(sorted(named.items())), answers.total + len(visible.keys() - answers.named.keys()))
 
     def _listed(self, missing: Missing) -> str:
         if missing.named:
-            said = [f"{self._everyone[rank]} {why}" for rank, why in missing.named.items()][:_MOST_NAMES]
-            return listed(said, len(said)) + (f" and {more} more" if (more := missing.total - len(said)) > 0 else "")
+            reasons = [f"{self._everyone[rank]} {why}" for rank, why in missing.named.items()][:_MOST_NAMES]
+            more = missing.total - len(reasons)
+            return listed(reasons, len(reasons)) + (f" and {more} more" if more > 0 else "")
         if self._roll is not None or len(self._neighbors) == self._comm.size:
             return "all ranks have come, and their calls may differ"
         return "the ranks of this node have come; see what those of others report"

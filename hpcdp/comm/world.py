@@ -153,12 +153,12 @@ class WeakMethods(list[WeakMethod[Callable[[], T]]]):
 
     def add(self, method: Callable[[], T]) -> None:
         """Append a method, and drop those whose objects are gone."""
-        self[:] = [each for each in self if each() is not None]
+        self[:] = [reference for reference in self if reference() is not None]
         self.append(WeakMethod(method))
 
     def living(self) -> list[Callable[[], T]]:
         """Return the methods whose objects live, in the order of addition."""
-        return [method for method in (each() for each in self) if method is not None]
+        return [method for method in (reference() for reference in self) if method is not None]
 
 
 MOST_COLOR = 2**31 - 1
@@ -595,10 +595,10 @@ class Mesh:
     """The ranks of this column, numbered by row."""
 
 
-def require_world(operation: str, given: object) -> None:
+def require_world(operation: str, world: object) -> None:
     """Raise `ConfigError` unless it is a world, or None for that of `hpcdp.init`."""
-    if given is not None:
-        instance(operation, "world", given, World, "the world of hpcdp.init(), or None for it")
+    if world is not None:
+        instance(operation, "world", world, World, "the world of hpcdp.init(), or None for it")
 
 
 def _color(color: object) -> int:

@@ -232,14 +232,14 @@ class _Kinds(dict[type, ArrayKind | None]):
     """Kind by type, None for types that are of no registered kind; found at the first object of a type."""
 
     def __missing__(self, of: type) -> ArrayKind | None:
-        found = None
+        kind = None
         for base in of.__mro__:
             module = _MODULES.get((base.__module__, base.__name__))
             if module is not None:
                 importlib.import_module(module)
-                found = _registered[base]
-        self[of] = found
-        return found
+                kind = _registered[base]
+        self[of] = kind
+        return kind
 
 
 kinds = _Kinds()

@@ -202,10 +202,12 @@ def file_name(operation: str, where: str, path: str | Path, suffixes: Collection
     return path
 
 
-def same_names(operation: str, holder: str, own: Collection[Any], given: Collection[Any], called: str = "") -> None:
+def same_names(
+    operation: str, holder: str, own: Collection[Any], names_in_state: Collection[Any], called: str = ""
+) -> None:  # fmt: skip
     """Raise `ConfigError` with the first name that only ``own``, the names of ``holder``, or only a state has."""
-    for name in (*own, *given):
-        if name not in own or name not in given:
+    for name in (*own, *names_in_state):
+        if name not in own or name not in names_in_state:
             held, lacks = (holder, "the state") if name in own else ("the state", holder)
             where = f"{called} {name!r}" if called else name
             raise ConfigError(operation, where=where, expected=f"it in {lacks}", got=f"it in {held} only")

@@ -119,10 +119,10 @@ def explained(activity: str, speaks: bool, stream: TextIO | None = None) -> Iter
         return
     import threading
 
-    began_s, ended, said = time.monotonic(), threading.Event(), threading.Event()
+    began_s, ended, has_printed = time.monotonic(), threading.Event(), threading.Event()
 
     def say(text: str) -> None:
-        said.set()
+        has_printed.set()
         with contextlib.suppress(OSError):  # the terminal may be closed
             print(text, file=stream or sys.stdout, flush=True)
 
@@ -140,7 +140,7 @@ def explained(activity: str, speaks: bool, stream: TextIO | None = None) -> Iter
     finally:
         ended.set()
         reporter.join()
-        if said.is_set():
+        if has_printed.is_set():
             say(f"{activity}: {time.monotonic() - began_s:.1f} s")
 
 

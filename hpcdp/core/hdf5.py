@@ -66,11 +66,11 @@ def require_visited(path: Path, names: Sequence[str], external: bool) -> None:
     request = hashlib.sha256(json.dumps([version, names, external]).encode()).hexdigest()
     if version in _trusted or request in _visited:
         return
-    with _visiting, _kept(request) as kept:
-        verdict = _read(kept)
+    with _visiting, _verdict_file(request) as verdict_file:
+        verdict = _read(verdict_file)
         if not verdict:
             verdict = _child.visit([os.path.abspath(path), [*names], external])
-            _write(kept, verdict)
+            _write(verdict_file, verdict)
     if verdict not in ("", _SOUND):
         raise DataError(
             "read HDF5", where=path, expected="a file that HDF5 can traverse", got=verdict,
@@ -91,7 +91,7 @@ def _version(path: Path) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def _kept(request: str) -> Iterator[TextIO | None]:
+def _verdict_file(request: str) -> Iterator[TextIO | None]:
     """Yield the locked file that keeps the verdict of a visit; None without a folder for it, or without locks."""
     with contextlib.ExitStack() as held:
         file = None
@@ -104,24 +104,24 @@ def _kept(request: str) -> Iterator[TextIO | None]:
         yield file
 
 
-def _read(kept: TextIO | None) -> str:
+def _read(file: TextIO | None) -> str:
     """Return another process's verdict, or an empty text."""
-    if kept is None:
+    if file is None:
         return ""
-    kept.seek(0)
-    verdict = kept.read(1000)
-    age_s = time.time() - os.fstat(kept.fileno()).st_mtime
+    file.seek(0)
+    verdict = file.read(1000)
+    age_s = time.time() - os.fstat(file.fileno()).st_mtime
     return verdict if verdict == _SOUND or age_s < _WRONG_FOR_S else ""
 
 
-def _write(kept: TextIO | None, verdict: str) -> None:
-    if kept is None:
+def _write(file: TextIO | None, verdict: str) -> None:
+    if file is None:
         return
     with contextlib.suppress(OSError):  # a full disk: the next process visits the file again
-        kept.truncate(0)
-        kept.write(verdict)
-        kept.flush()
-        for entry in os.scandir(os.path.dirname(kept.name)):
+        file.truncate(0)
+        file.write(verdict)
+        file.flush()
+        for entry in os.scandir(os.path.dirname(file.name)):
             if time.time() - entry.stat().st_mtime > _KEPT_FOR_S:
                 os.unlink(entry)
 
@@ -227,18 +227,18 @@ _MOST_SOFT_LINKS = 16
 """Soft links on the path to an object that HDF5 follows at most."""
 
 
-def outside(file: h5py.File, name: str, seen: set[str] | None = None) -> str | None:
+def outside(file: h5py.File, name: str, visited: set[str] | None = None) -> str | None:
     """Return which part of the data set ``name`` is in another file, in words; None if none is, or it is missing.
 
-    Opens no file. Numbered sources count as another file, since HDF5 looks for any number of them. ``seen`` has the
+    Opens no file. Numbered sources count as another file, since HDF5 looks for any number of them. ``visited`` has the
     names checked so far, because virtual data sets may refer to each other.
     """
     import h5py
 
-    seen = set() if seen is None else seen
-    if name in seen:
+    visited = set() if visited is None else visited
+    if name in visited:
         return None
-    seen.add(name)
+    visited.add(name)
     if (link := _external_link(file, name)) is not None:
         return f"a link to the file {link[0]}"
     dataset = file.get(name)
@@ -251,23 +251,23 @@ def outside(file: h5py.File, name: str, seen: set[str] | None = None) -> str | N
             return f"a view of the file {source.file_name}"
         if _is_pattern(source.dset_name):
             return f"a view of numbered data sets {source.dset_name}"
-        if (elsewhere := outside(file, _plain(source.dset_name), seen)) is not None:
+        if (elsewhere := outside(file, _plain(source.dset_name), visited)) is not None:
             return elsewhere
     return None
 
 
-def special_file(file: h5py.File, name: str, seen: set[Source] | None = None) -> Path | None:
+def special_file(file: h5py.File, name: str, visited: set[Source] | None = None) -> Path | None:
     """Return a file that HDF5 would open for the data set ``name`` and that is not regular, or None.
 
     Opening a FIFO waits for a writer, and a device may have no end. Regular files are opened to look for links in them.
-    ``seen`` has the files and names checked so far.
+    ``visited`` has the files and names checked so far.
     """
     import h5py
 
-    seen = set() if seen is None else seen
-    if (place := (os.path.realpath(file.filename), name)) in seen:
+    visited = set() if visited is None else visited
+    if (place := (os.path.realpath(file.filename), name)) in visited:
         return None
-    seen.add(place)
+    visited.add(place)
     if (link := _external_link(file, name)) is not None:
         sources = [(link[0].replace("%", "%%"), link[1].replace("%", "%%"), "HDF5_EXT_PREFIX")]
     else:
@@ -293,7 +293,7 @@ def special_file(file: h5py.File, name: str, seen: set[Source] | None = None) ->
                 plain = _plain(_with_number(source, number))
                 if _external_link(other, plain) is None and plain not in other:
                     break
-                if (special := special_file(other, plain, seen)) is not None:
+                if (special := special_file(other, plain, visited)) is not None:
                     return special
     return None
 
@@ -334,15 +334,15 @@ def _external_link(file: h5py.File, name: str) -> tuple[str, str] | None:
 def missing_source(
     dataset: h5py.Dataset,
     opened: Callable[[Path, list[str]], AbstractContextManager[h5py.File]],
-    seen: set[Source] | None = None,
+    visited: set[Source] | None = None,
 ) -> Source | None:
     """Return the first missing source of ``dataset``, also through other virtual data sets; None if all exist.
 
-    ``opened`` opens a file to read data sets of these names; ``seen`` has the paths and names checked so far.
+    ``opened`` opens a file to read data sets of these names; ``visited`` has the paths and names checked so far.
     """
     import h5py
 
-    seen = set() if seen is None else seen
+    visited = set() if visited is None else visited
     sources: dict[str, set[str]] = {}
     for source in dataset.virtual_sources() if dataset.is_virtual else ():
         sources.setdefault(source.file_name, set()).add(source.dset_name)
@@ -356,13 +356,13 @@ def missing_source(
         with contextlib.nullcontext(dataset.file) if file_name == "." else opened(path, plain) as file:
             for name in sorted(names):
                 place = os.path.realpath(path), name
-                if place in seen or _is_pattern(name):
+                if place in visited or _is_pattern(name):
                     continue
-                seen.add(place)
+                visited.add(place)
                 inner = file.get(_plain(name))
                 if not isinstance(inner, h5py.Dataset):
                     return file_name, name
-                missing = missing_source(inner, opened, seen)
+                missing = missing_source(inner, opened, visited)
                 if missing is not None:
                     return missing
     return None
@@ -494,14 +494,14 @@ def read_arrays(path: str | Path, expected: Mapping[str, Kind]) -> dict[str, np.
     with open_hdf5(path, list(expected)) as file:
         for name, (shape, dtype) in expected.items():
             dataset = file.get(name)
-            where, wanted = f"{path}:{name}", f"{dtype} of shape {tuple(shape)}"
+            where, expected_array = f"{path}:{name}", f"{dtype} of shape {tuple(shape)}"
             if not isinstance(dataset, h5py.Dataset) or dataset.is_virtual:
-                raise DataError("read HDF5", where=where, expected=wanted, got="none in this file")
+                raise DataError("read HDF5", where=where, expected=expected_array, got="none in this file")
             stored = str(dataset.dtype)
             if stored == "uint16" and dataset.attrs.get("dtype") == BFLOAT16:
                 stored = BFLOAT16
             if tuple(dataset.shape) != tuple(shape) or stored != dtype:
-                raise DataError("read HDF5", where=where, expected=wanted, got=f"{stored} of {dataset.shape}")
+                raise DataError("read HDF5", where=where, expected=expected_array, got=f"{stored} of {dataset.shape}")
             arrays[name] = of_bits(np.asarray(dataset[()]), dtype)
     return arrays
 

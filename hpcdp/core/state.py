@@ -227,19 +227,22 @@ def take(where: str, own: Sharded, source: Any) -> None:
         ConfigError: ``source`` is no tensor, or has another shape or other parts.
     """
     runs = [slice(part.first, part.first + part.values.shape[0]) for part in own.parts]
-    theirs = [(part.first, part.values.shape[0]) for part in source.parts] if isinstance(source, Sharded) else None
+    source_spans = (
+        [(part.first, part.values.shape[0]) for part in source.parts] if isinstance(source, Sharded) else None
+    )
     if not hasattr(source, "shape"):
         expected = f"a tensor of shape {own.shape}"
         raise ConfigError("load_state_dict", where=where, expected=expected, got=type_named(source))
-    if tuple(source.shape) != own.shape or theirs not in (None, [(run.start, run.stop - run.start) for run in runs]):
+    own_spans = [(part.first, part.values.shape[0]) for part in own.parts]
+    if tuple(source.shape) != own.shape or source_spans not in (None, own_spans):
         raise ConfigError(
             "load_state_dict", where=where, expected=f"shape {own.shape}, or this rank's part of it",
-            got=f"shape {tuple(source.shape)}" + ("" if theirs is None else f", {len(theirs)} parts of it"),
+            got=f"shape {tuple(source.shape)}" + ("" if source_spans is None else f", {len(source_spans)} parts of it"),
             remedy="restore it with checkpoint.Manager.restore, which gives each rank its part",
         )  # fmt: skip
     for part, run, number in zip(own.parts, runs, range(len(runs)), strict=True):
         with on_device_of(part.values):
-            if theirs is None:
+            if source_spans is None:
                 part.values[...] = to_device_of(source.reshape(-1)[run], part.values)
             elif not _same_memory(part.values, source.parts[number].values):
                 part.values[...] = to_device_of(source.parts[number].values, part.values)

@@ -633,8 +633,8 @@ def _abandon(schedule: Callable[[], TaskSchedule | None]) -> None:
 
 
 def _asked_in_environment() -> bool:
-    asked = os.environ.get("HPCDP_ENGINE") or "threads"
-    return one_of("Engine", "HPCDP_ENGINE", asked, ("synchronous", "threads")) == "synchronous"
+    setting = os.environ.get("HPCDP_ENGINE") or "threads"
+    return one_of("Engine", "HPCDP_ENGINE", setting, ("synchronous", "threads")) == "synchronous"
 
 
 EXIT_LIMIT_S = 5.0

@@ -42,7 +42,7 @@ class Variable:
             self.queue = deque()
         if isinstance(who, Task):
             who.blockers += 1
-            who.taken += 1
+            who.num_claimed += 1
         self.queue.append((who, writing))
 
     def admit(self) -> list[Task]:
@@ -90,7 +90,7 @@ class Task:
     """
 
     __slots__ = (
-        "blockers", "code", "fn", "instruction", "lane", "name", "order", "priority", "reads", "shared", "taken",
+        "blockers", "code", "fn", "instruction", "lane", "name", "num_claimed", "order", "priority", "reads", "shared",
         "writes",
     )  # fmt: skip
     deferred = False
@@ -103,7 +103,9 @@ class Task:
         self.code = frame.f_code
         self.instruction = frame.f_lasti
         self.blockers = 0  # the number of variables in whose queue it waits
-        self.taken = 0  # the number of variables that it holds or waits for, in the order of `writes`, then `shared`
+        self.num_claimed = (
+            0  # the number of variables that it holds or waits for, in the order of `writes`, then `shared`
+        )
         self.order: int
         self.reads: tuple[Variable, ...]
         self.writes: tuple[Variable, ...]  # each once
@@ -221,18 +223,18 @@ class TaskSchedule:
                             if var.held or var.queue:
                                 var.enqueue(task, True)
                             else:
-                                task.taken += 1
+                                task.num_claimed += 1
                                 var.held = -1
                         for var in task.shared:
                             if var.held < 0 or var.queue:
                                 var.enqueue(task, False)
                             else:
-                                task.taken += 1
+                                task.num_claimed += 1
                                 var.held += 1
                         self._pushed += 1
                         self._inflight += 1
                         task.order = self._pushed
-                        task.taken = _ENTERED
+                        task.num_claimed = _ENTERED
                         if not task.blockers:
                             heappush(lane.ready, (-task.priority, task.order, task))
                             if lane.asleep:
@@ -271,11 +273,11 @@ class TaskSchedule:
 
     def _withdraw(self, task: Task) -> None:
         """Undo an interrupted `enter`, or complete it."""
-        if task.taken == _ENTERED:
+        if task.num_claimed == _ENTERED:
             if task.lane.asleep:
                 ring_last(task.lane.asleep)
             return
-        for number, var in enumerate((*task.writes, *task.shared)[: task.taken]):
+        for number, var in enumerate((*task.writes, *task.shared)[: task.num_claimed]):
             writing = number < len(task.writes)
             if var.queue and (task, writing) in var.queue:
                 var.queue.remove((task, writing))

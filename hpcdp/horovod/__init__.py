@@ -195,7 +195,7 @@ def cross_rank() -> int:
 def is_homogeneous() -> bool:
     """Return whether all nodes have the same number of ranks."""
     nodes = nodes_of(global_process_set.world)
-    return all(len(node) == len(nodes.here) for node in nodes.others)
+    return all(len(node) == len(nodes.here) for node in nodes.other_nodes)
 
 
 def mpi_threads_supported() -> bool:

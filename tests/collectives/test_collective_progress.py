@@ -245,10 +245,10 @@ def test_what_others_have_ended_is_asked_for_no_longer():
         request = iallreduce(np.ones(5), "sum", world, "ring")
         if world.rank == 0:
             assert not request.test()
-            assert Watchdog.of(world).asked is request
+            assert Watchdog.of(world).tested is request
             world.comm.barrier()
         allreduce(np.ones(5), "sum", world, "ring")
-        assert Watchdog.of(world).asked is None
+        assert Watchdog.of(world).tested is None
 
     thread_comm.run(2, rank)
 

@@ -173,7 +173,7 @@ class GroupRows:
 
 
 @dataclass(frozen=True)
-class _Given:
+class _MadeRows:
     """Rows that a call of `make` has made for this rank."""
 
     group: NcclGroup | CudaIpc | GpuGroups | None
@@ -241,7 +241,7 @@ def make(world: World, streams: Streams, sizes: Sequence[RowSize]) -> tuple[Sequ
             group.firsts.node
         )
     rows: Sequence[NodeRows] = lone_rows(streams, sizes) if group is None else group.hand_out()
-    all_rows.append(_Given(group, weakref.WeakSet() if group is None else group.users))
+    all_rows.append(_MadeRows(group, weakref.WeakSet() if group is None else group.users))
     return rows, way
 
 
@@ -279,13 +279,13 @@ def _communicator(world: World, streams: Streams, node_offers: Sequence[Offer], 
 
     ``rank`` is this rank's number in the world of all nodes, for messages.
     """
-    kept = _communicators(world).get(_gpus_of(node_offers))
-    if kept is not None and kept.is_common():
-        return kept
+    existing = _communicators(world).get(_gpus_of(node_offers))
+    if existing is not None and existing.is_common():
+        return existing
     return Nccl(world.node_comm, world.node_memory, streams, node_offers, rank)
 
 
-class _AllGiven(list[_Given]):
+class _AllRows(list[_MadeRows]):
     """All rows of a world."""
 
     def end(self) -> None:
@@ -294,14 +294,14 @@ class _AllGiven(list[_Given]):
             self.pop().end()
 
 
-def _begin(world: World) -> _AllGiven:
-    all_rows = _AllGiven()
+def _begin(world: World) -> _AllRows:
+    all_rows = _AllRows()
     world.live_until_closed()  # each rank would drop it, and with it NCCL's communicator, at a different time
     world.endings.add(all_rows.end)
     return all_rows
 
 
-def _give_back(world: World, all_rows: _AllGiven) -> None:
+def _give_back(world: World, all_rows: _AllRows) -> None:
     """Release rows that no rank of the world uses any more; every rank must call."""
     gc.collect()  # networks and trainers form reference cycles
     everyone = world.comm.allgather_json([bool(rows.users) for rows in all_rows])

@@ -78,7 +78,7 @@ class CudaIpc:
         """See `hand_out`."""
 
     def _make_rows(self, sizes: Sequence[RowSize], owner: _Owner) -> list[IpcRows]:
-        memory = on_every_rank(self.comm, lambda: self._told(lambda: [self._make(size) for size in sizes]))
+        memory = on_every_rank(self.comm, lambda: self._as_device_errors(lambda: [self._make(size) for size in sizes]))
         handles = self.comm.allgather_json([handle.hex() for _, handle in memory])
         for stream in self._streams_of_rows:
             self.streams.follow(stream)  # no rank reads or writes a row before it is cleared
@@ -86,14 +86,14 @@ class CudaIpc:
         def open_all() -> list[IpcRows]:
             return [self._open(number, memory[number][0], handles, size, owner) for number, size in enumerate(sizes)]
 
-        return on_every_rank(self.comm, lambda: self._told(open_all))
+        return on_every_rank(self.comm, lambda: self._as_device_errors(open_all))
 
     def hand_out(self) -> list[IpcRows]:
         """Return the rows, by number; once. `users` shows whether one or a view of one is still referenced."""
         rows, self.rows = self.rows, []
         return rows
 
-    def _told(self, act: Callable[[], Any]) -> Any:
+    def _as_device_errors(self, act: Callable[[], Any]) -> Any:
         """Return ``act()``; turn CUDA's errors into `DeviceError`."""
         try:
             with self.streams.on_device():

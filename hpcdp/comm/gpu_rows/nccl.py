@@ -133,7 +133,7 @@ class Nccl:
         self._given_up = memory.alloc((comm.size,), np.int32)
         """For each rank that has given up, the world rank of the first to do so plus 1; else 0."""
         name = on_rank_0(comm, self._new_name)
-        with self._told(), streams.on_device():
+        with self._as_device_errors(), streams.on_device():
             self._comm = self._nccl.NcclCommunicator(comm.size, bytes.fromhex(name), comm.rank)
         self._gone = ""
         self._num_groups = 0
@@ -141,7 +141,7 @@ class Nccl:
         """Free row numbers, equal on all ranks."""
 
     def _new_name(self) -> str:
-        with self._told():
+        with self._as_device_errors():
             return bytes(self._nccl.get_unique_id()).hex()
 
     def is_common(self) -> bool:
@@ -178,7 +178,7 @@ class Nccl:
             self.close()
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _as_device_errors(self) -> Iterator[None]:
         """Turn NCCL's errors into `DeviceError`."""
         try:
             yield
@@ -193,7 +193,7 @@ class Nccl:
             DeviceError: NCCL fails, or has been given up.
         """
         self.check()
-        with self._or_give_up(), self._told(), self.streams.on_device():
+        with self._or_give_up(), self._as_device_errors(), self.streams.on_device():
             self._nccl.groupStart()
             try:
                 calls(self._comm, self.stream.ptr)
@@ -210,12 +210,12 @@ class Nccl:
             raise DeviceError("NCCL", rank=self._world_rank, got=f"its communicator was given up: {self._gone}")
         with self._or_give_up():
             self._memory.check()
-            with self._told(), self.streams.on_device():
+            with self._as_device_errors(), self.streams.on_device():
                 self._comm.check_async_error()
-            others = self._given_up[self._given_up > 0]
-            if others.size:
-                self._given_up[self.rank] = others[0]
-                raise DeviceError("NCCL", rank=self._world_rank, got=f"rank {int(others[0]) - 1} has given it up")
+            given_up = self._given_up[self._given_up > 0]
+            if given_up.size:
+                self._given_up[self.rank] = given_up[0]
+                raise DeviceError("NCCL", rank=self._world_rank, got=f"rank {int(given_up[0]) - 1} has given it up")
 
     @contextlib.contextmanager
     def _or_give_up(self) -> Iterator[None]:
@@ -253,7 +253,7 @@ class Nccl:
             self._abort("another rank has given up")
         else:
             self._gone = "no rows use it any more"
-            with self._told(), self.streams.on_device():
+            with self._as_device_errors(), self.streams.on_device():
                 self._comm.destroy()
 
 
@@ -396,8 +396,8 @@ def _equal_part(parts: Sequence[OwnedPart], num_ranks: int) -> int:
     """Return the length of equal parts in rank order, one per rank, as NCCL's own collectives need; else 0."""
     start, end = parts[0][1]
     count = end - start
-    wanted = [(rank, (start + rank * count, start + (rank + 1) * count)) for rank in range(num_ranks)]
-    return count if list(parts) == wanted else 0
+    even_parts = [(rank, (start + rank * count, start + (rank + 1) * count)) for rank in range(num_ranks)]
+    return count if list(parts) == even_parts else 0
 
 
 def _not_empty(parts: Sequence[OwnedPart]) -> list[OwnedPart]:
