@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ..core.checks import check_name
-from ..errors import ConfigError, to_stderr
+from ..errors import ConfigError, printable, to_stderr
 from ..launch.parser import Parser, add_command, at_least
 
 if TYPE_CHECKING:
@@ -162,22 +162,26 @@ def _submit(arguments: argparse.Namespace) -> int:
 
 def _print_requested(script: Script) -> None:
     """Print what the job requests, and the options that change it, to stderr: stdout has the job's number alone."""
-    from .format import table
-
-    for line in table(("requested", "change it with"), script.requested):
+    for line in _aligned([("requested", "change it with"), *script.requested]):
         to_stderr(line)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield a line for each row, with its cells in columns."""
+    cells = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 def _status(arguments: argparse.Namespace) -> int:
     from ..launch import slurm_scripts
 
     jobs, unknown = slurm_scripts.jobs(arguments.jobs) if arguments.jobs else (slurm_scripts.own_jobs(), [])
-    rows = [("JOB", "STATE", "TIME", "WHERE", "NAME")]
-    rows += [(job.number, job.state, job.took, job.where, job.name) for job in jobs]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows if jobs else []:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    if not arguments.jobs and not jobs:
+    rows = [(job.number, job.state, job.took, job.where, job.name) for job in jobs]
+    if jobs:
+        print("\n".join(_aligned([("JOB", "STATE", "TIME", "WHERE", "NAME"), *rows])))
+    elif not arguments.jobs:
         print("no job of yours is in the queue")
     slurm_scripts.refuse_unknown(unknown)
     return 0

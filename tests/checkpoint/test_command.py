@@ -318,23 +318,23 @@ def remove_before(monkeypatch, module, name, path, paths=None):
 
 
 def test_verify_tells_a_log_how_far_it_is(run, saved, monkeypatch):
-    from hpcdp.cli import format
+    from hpcdp.cli import checkpoint
 
-    monkeypatch.setattr(format, "_LOG_EVERY_S", 0.0)
+    monkeypatch.setattr(checkpoint, "_LOG_EVERY_S", 0.0)
     _, _, error = run("verify", saved / "checkpoints" / "step-0000000100")
     assert re.fullmatch(r"(step-0000000100: [\d.]+ [kM]?B(ytes)? of 2\.8\d MB\n)+", error.replace("bytes", "B"))
 
 
 @pytest.mark.parametrize("columns", [20, 47])
 def test_a_narrow_terminal_need_not_have_all_characters(columns, monkeypatch):
-    from hpcdp.cli import format
+    from hpcdp.cli import checkpoint
 
-    monkeypatch.setattr(format, "_REFRESH_S", -1.0)
+    monkeypatch.setattr(checkpoint, "_REFRESH_S", -1.0)
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
     for name, value in (("TTY_INTERACTIVE", "1"), ("COLUMNS", str(columns)), ("TERM", "xterm")):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "stderr", terminal)
-    with format.BytesBar("verify runs/mlp-digits-001/checkpoints/step-0000000100", 10**9) as bar:
+    with checkpoint.BytesBar("verify runs/mlp-digits-001/checkpoints/step-0000000100", 10**9) as bar:
         bar.tell(10**7)
     terminal.flush()
     assert b"verify" in terminal.buffer.getvalue()
