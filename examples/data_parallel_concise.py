@@ -41,7 +41,8 @@ def train(world, devices, train_set, test_set, epochs, batch_size, lr, store=Non
         if world.rank == 0:
             print(f"epoch {epoch + 1}: test loss {tested.loss:.4f}, test accuracy {tested.accuracy:.4f}", flush=True)
     if world.rank == 0:
-        print(f"{seconds / epochs:.1f} s an epoch on {world.size} x {devices}")
+        ranks = f"{world.size} rank{'s' * (world.size > 1)}"
+        print(f"{seconds / epochs:.1f} s an epoch; {ranks}, each on {', '.join(map(str, devices))}")
     return net, curve
 
 

@@ -123,7 +123,8 @@ def train(world, devices, train_set, test_set, epochs, batch_size, lr):
         if world.rank == 0:
             print(f"epoch {epoch + 1}: loss {curve[-1][0]:.4f}, test accuracy {curve[-1][1]:.4f}", flush=True)
     if world.rank == 0:
-        print(f"{seconds / epochs:.1f} s an epoch on {world.size} x {devices}")
+        ranks = f"{world.size} rank{'s' * (world.size > 1)}"
+        print(f"{seconds / epochs:.1f} s an epoch; {ranks}, each on {', '.join(map(str, devices))}")
     return curve
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -400,4 +401,17 @@ def render(results: dict[str, Any]) -> str:
     if places:
         parts.append(_torch_table(places))
     parts += [gpu_section(report) for report in on_gpus]
-    return "\n".join(parts)
+    return _wrapped("\n".join(parts))
+
+
+def _wrapped(text: str) -> str:
+    """Wrap the paragraphs of Markdown to 80 columns; tables and headings stay."""
+    paragraphs = text.rstrip("\n").split("\n\n")
+    return "\n\n".join(_in_lines(paragraph) for paragraph in paragraphs) + "\n"
+
+
+def _in_lines(paragraph: str) -> str:
+    if paragraph.lstrip().startswith(("|", "#")):
+        return paragraph
+    lines = textwrap.wrap(paragraph, 80, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines)

@@ -92,7 +92,9 @@ def test_resnet18_learns_the_same_on_a_store(store: str, two_ranks: tuple[np.nda
 
 def test_lenet_from_scratch_starts_with_one_command_and_learns() -> None:
     shown = start("data_parallel_from_scratch.py", 1, "--devices", "2", "--epochs", "1")
-    said = r"epoch 1: loss \d\.\d{4}, test accuracy (0\.\d{4})\n\d+\.\d s an epoch on 1 x \[cpu\(0\), cpu\(1\)\]\n"
+    said = (
+        r"epoch 1: loss \d\.\d{4}, test accuracy (0\.\d{4})\n\d+\.\d s an epoch; 1 rank, each on cpu\(0\), cpu\(1\)\n"
+    )
     assert float(re.fullmatch(said, shown)[1]) > 0.8
 
 
@@ -100,5 +102,5 @@ def test_resnet18_starts_with_one_command(monkeypatch) -> None:
     small = {split: digits(split, 20) for split in ("train", "test")}
     monkeypatch.setattr(data, "load", lambda name, split, image_size: small[split])
     shown = start("data_parallel_concise.py", 1, "--kv-store", "device", "--epochs", "1")
-    said = r"epoch 1: test loss \d+\.\d{4}, test accuracy [01]\.\d{4}\n\d+\.\d s an epoch on 1 x \[cpu\(0\)\]\n"
+    said = r"epoch 1: test loss \d+\.\d{4}, test accuracy [01]\.\d{4}\n\d+\.\d s an epoch; 1 rank, each on cpu\(0\)\n"
     assert re.fullmatch(said, shown)

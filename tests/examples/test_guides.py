@@ -27,6 +27,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
 NOTES = [
     *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
+    ROOT / "benchmarks" / "RESULTS.md",
     *sorted((ROOT / "benchmarks" / "notes").glob("*.md")),
 ]
 STEP = "            trainer.step(len(labels))\n"
