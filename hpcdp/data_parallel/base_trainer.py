@@ -210,6 +210,11 @@ def completed(form: Any, later: Mapping[str, Any]) -> Any:
     return {"dict": [*form["dict"], *([name, node] for name, node in later.items() if name not in names)]}
 
 
+def members_of(form: Any) -> dict[Any, Any]:
+    """Return the nodes of a dict's form by key; empty for another form."""
+    return dict(form["dict"]) if isinstance(form, dict) and "dict" in form else {}
+
+
 _NEAR = 1e-3
 
 

@@ -63,7 +63,8 @@ from .sharded_update import (
 from .trainer_parts import (
     FILE_HEADER,
     RESIDUAL,
-    DynamicLossScale,
+    DynamicLossScaling,
+    LossScaling,
     Policy,
     Unwritten,
     checked_policy,
@@ -150,9 +151,9 @@ class BucketTrainer(BaseTrainer, FitsSaved):
         self.stats = CommunicationStats()
         self.policy = checked_policy(policy)
         self.loss_scale = first_scale(loss_scale)
-        self._dynamic: DynamicLossScale | None = None
+        self._loss_scaling = LossScaling()
         if is_dynamic(loss_scale):
-            self.policy, self._dynamic = skipping(self.policy), DynamicLossScale()
+            self.policy, self._loss_scaling = skipping(self.policy), DynamicLossScaling()
         by_name = {param.name: param for param in params}
         self._unwritten = Unwritten(self.policy, by_name, self.world.rank, self.world.size)
         self.clip_norm = None if clip_norm is None else float(clip_norm)
@@ -180,7 +181,7 @@ class BucketTrainer(BaseTrainer, FitsSaved):
         )  # fmt: skip
         self._means = MeanLosses(warns=self.world.rank == 0)
         self.reducer.watch = self._means.note
-        self.reducer.scheduler.waited = self.stats.waited
+        self.reducer.count_waits(self.stats.waited)
         by_shards = owner == "shard" or (owner == "auto" and lies_once_per_node(self.reducer))
         self.owner: UpdateStrategy = (ShardedUpdate if by_shards else Replicated)(self.reducer, optimizer)
         self._places, self._grads = places_of(params), [(param, param.grad) for param in params]
@@ -348,7 +349,9 @@ class BucketTrainer(BaseTrainer, FitsSaved):
         is_finite = math.isfinite(squares)
         if self.policy.nonfinite != "ignore":
             self.num_nonfinite += not is_finite
-            self._adapt_loss_scale(is_finite)
+            before, self.loss_scale = self.loss_scale, self._loss_scaling.after_step(self.loss_scale, is_finite)
+            if self.loss_scale != before:
+                self.reducer.rescale_unsent(self.loss_scale / before)
         if not is_finite and self.policy.nonfinite == "raise":
             raise NonFiniteGradientError(
                 "step", where=f"step {self.step_count + 1}", expected="finite gradients",
@@ -364,22 +367,15 @@ class BucketTrainer(BaseTrainer, FitsSaved):
         assert self.clip_norm is not None
         return clipped_scale_on_gpu(self.reducer, scale, self.clip_norm)
 
-    def _adapt_loss_scale(self, is_finite: bool) -> None:
-        if self._dynamic is None:
-            return
-        before, self.loss_scale = self.loss_scale, self._dynamic.after_step(self.loss_scale, is_finite)
-        if self.loss_scale != before:
-            self.reducer.reduction.rescale_unsent(self.loss_scale / before)
-
     @property
     def is_scaling(self) -> bool:
         """True if the loss scale is dynamic."""
-        return self._dynamic is not None
+        return self._loss_scaling.is_dynamic
 
     @property
     def good_steps(self) -> int:
         """Steps without an overflow since the last change of a dynamic loss scale; 0 for a fixed one."""
-        return 0 if self._dynamic is None else self._dynamic.good_steps
+        return self._loss_scaling.good_steps
 
     def drop(self) -> None:
         """See `BaseTrainer.drop`: waits for the reductions that were launched."""
@@ -391,7 +387,6 @@ class BucketTrainer(BaseTrainer, FitsSaved):
         if self._means is None:
             self.reducer.watch = lambda: None
         self.reducer.reset()
-        self.reducer.accumulation.end()
         self._held_count = 0
         self._stale = []
         self._steps.begin(self.step_count + 1)
@@ -420,7 +415,7 @@ class BucketTrainer(BaseTrainer, FitsSaved):
     @property
     def accumulation(self) -> tuple[bool, bool]:  # type: ignore[override]
         """See `BaseTrainer.accumulation`."""
-        return self.reducer.accumulation.is_on, not self._syncing
+        return self.reducer.is_accumulating, not self._syncing
 
     def _require_own_sums(self, operation: str) -> None:
         if operation == "allreduce_grads":
@@ -518,7 +513,7 @@ class BucketTrainer(BaseTrainer, FitsSaved):
     @property
     def bucket_times(self) -> Sequence[BucketTimes]:
         """See `BaseTrainer.bucket_times`."""
-        return self.reducer.scheduler.times
+        return self.reducer.bucket_times
 
     @property
     def nbytes(self) -> dict[str, int]:
@@ -539,7 +534,7 @@ class BucketTrainer(BaseTrainer, FitsSaved):
                 self.stats.waited_on_gpu(seconds)
 
         times = GpuTimes(Streams(Device.of(next(iter(self.reducer.params.values())).data)), read)
-        self.reducer.reduction.waiting = lambda: times.part(EXPOSED)
+        self.reducer.measure_waits_on_gpu(lambda: times.part(EXPOSED))
         self._on_host = False
         return times
 
@@ -596,8 +591,7 @@ class BucketTrainer(BaseTrainer, FitsSaved):
             self.owner.take_passed_over(state.get("passed_over", {}))
             self.step_count = state["step_count"]
             self.loss_scale = state["loss_scale"]
-            if self._dynamic is not None:
-                self._dynamic.good_steps = state.get("good_steps", 0)
+            self._loss_scaling.restore(state.get("good_steps", 0))
             self.num_nonfinite = state["num_nonfinite"]
             self._steps.begin(self.step_count + 1)
             if self.world.rank or (self.world.part_comm is not None and self.world.part_comm.rank):
@@ -654,8 +648,9 @@ class BucketTrainer(BaseTrainer, FitsSaved):
             take_residuals(self.reducer, regrouped(self.reducer, unsent))
             self.owner.take_passed_over(header.get("passed_over", {}))
             self.step_count = header["step_count"]
-            if self._dynamic is not None and "loss_scale" in header:
-                self.loss_scale, self._dynamic.good_steps = header["loss_scale"], header["good_steps"]
+            if self.is_scaling and "loss_scale" in header:
+                self.loss_scale = header["loss_scale"]
+                self._loss_scaling.restore(header["good_steps"])
             self._steps.begin(self.step_count + 1)
             if self.world.rank == 0:
                 self._warn_of_arithmetic(str(path), header.get("arithmetic", ""))
@@ -673,7 +668,7 @@ class BucketTrainer(BaseTrainer, FitsSaved):
 
         def check() -> None:
             self._check_shards(operation)
-            if self._held_count or self.reducer.accumulation.is_on or self.reducer.holds_sums:
+            if self._held_count or self.reducer.is_accumulating or self.reducer.holds_sums:
                 raise unfinished(operation)
 
         on_every_rank(self.world.comm, check)

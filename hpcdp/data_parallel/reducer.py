@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence, Set
+from contextlib import AbstractContextManager
 from functools import partial
 
 import numpy as np
@@ -28,7 +29,7 @@ from .buckets import Accumulation, Bucket, Layout, ParameterLike, State
 from .deterministic import DeterministicReduction
 from .gpu_reduction import GpuReduction, streams_of
 from .host_reduction import BucketReduction, HierarchicalReduction, ReductionRanks, SharedMemoryReduction
-from .overlap import CommunicationLane, OverlapScheduler, Scheduler
+from .overlap import BucketTimes, CommunicationLane, OverlapScheduler, Scheduler
 
 _WRITABLE = (State.FILLING, State.READY)
 """States of a bucket in which backward may write its gradients."""
@@ -239,6 +240,7 @@ class Reducer:
         self.keeps_unsent, self.is_deterministic = reduction.keeps_unsent, reduction.is_deterministic
         self.own_virtual_shards, self.way = reduction.own_virtual_shards, reduction.way
         self.residual, self.node_nbytes = reduction.residual, reduction.node_nbytes
+        self.rescale_unsent = reduction.rescale_unsent
         self.sums_rows = reduction.sums_rows and not self.overlap
         """True if gradients are summed over the rows of the buckets, without messages, after all have left backward."""
         self.watch: Callable[[], object] = lambda: None
@@ -251,8 +253,7 @@ class Reducer:
         """Parameters whose gradients earlier virtual shards of this step have written."""
         self._is_held = False
         """True if another backward of the step follows, so that this one launches nothing."""
-        self.accumulation = Accumulation(self.params)
-        """True if backward adds to the gradients."""
+        self._accumulation = Accumulation(self.params)
         self._bucket_of = {slot.name: self.buckets[slot.bucket] for slot in layout.slots}
         self._hooks: dict[int, Callable[[ParameterLike], None]] = {}
         for param, slot in zip(params, layout.slots, strict=True):
@@ -274,6 +275,11 @@ class Reducer:
     def is_last_backward(self) -> bool:
         """True if the current backward is the last one of this rank's virtual shards in the step."""
         return self.reduction.is_last_backward
+
+    @property
+    def is_accumulating(self) -> bool:
+        """True if backward adds to the gradients, from `accumulate` until `reset`."""
+        return self._accumulation.is_on
 
     @property
     def nbytes(self) -> int:
@@ -336,6 +342,7 @@ class Reducer:
         self._await_all()
         self.holds_sums = False
         self.reduction.begin_step()
+        self._accumulation.end()
 
     def next_virtual_shard(self) -> None:
         """Add up this virtual shard's gradients, and begin the next one, in which every gradient is written anew."""
@@ -396,9 +403,9 @@ class Reducer:
         Gradients that are not written in this step become zero.
         """
         self._is_held = True
-        if not self.accumulation.is_on:
+        if not self._accumulation.is_on:
             self.fill_with_zeros()
-        self.accumulation.begin()
+        self._accumulation.begin()
 
     def launch_again(self) -> None:
         """Let the next backward, which is the last one of this step, launch reductions."""
@@ -417,7 +424,7 @@ class Reducer:
 
         Without overlap nothing is sent, but other ranks may sum this rank's gradients from now on.
         """
-        if self.num_missing and not self.accumulation.is_on:
+        if self.num_missing and not self._accumulation.is_on:
             self.fill_with_zeros()
         for bucket in self.buckets:
             if bucket.state in _WRITABLE:
@@ -435,6 +442,10 @@ class Reducer:
         self.scheduler.reduce_everywhere()
         self.barrier()
         self.holds_sums = True
+
+    def sum_rows(self, bucket: Bucket) -> None:
+        """Sum this rank's shard of one bucket, as `reduce_shards` does for all; only where `sums_rows`."""
+        self.reduction.reduce([bucket])
 
     def drop(self) -> None:
         """Reduce and ignore the sums, after `launch_rest`; every rank must call, after backward.
@@ -471,3 +482,18 @@ class Reducer:
         """
         self.reduction.gather_parameters(self.buckets, flats)
         self.barrier()
+
+    # Times of a step
+
+    @property
+    def bucket_times(self) -> Sequence[BucketTimes]:
+        """Times of each bucket in the last finished step; empty without overlap."""
+        return self.scheduler.times
+
+    def count_waits(self, waited: Callable[[int, int], None]) -> None:
+        """Call ``waited(begin_ns, end_ns)`` after each wait of this rank's computation for an update."""
+        self.scheduler.waited = waited
+
+    def measure_waits_on_gpu(self, waiting: Callable[[], AbstractContextManager[None]]) -> None:
+        """Enter a context ``waiting()`` around each wait of the GPU's stream for other ranks."""
+        self.reduction.waiting = waiting

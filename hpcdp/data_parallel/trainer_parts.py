@@ -1,8 +1,7 @@
 """Parts of a trainer: the policy for gradients, the scale of the loss, and the saved state.
 
-`Policy` decides on non-finite, missing and unused gradients. `DynamicLossScale` adapts the scale of the loss before
-backward. A scaled loss keeps small gradients from underflowing in 16 bits (Micikevicius et al., "Mixed precision
-training", 2018, section 3.2).
+`Policy` decides on non-finite, missing and unused gradients. `LossScaling` adapts the scale of the loss: a scaled loss
+keeps small gradients from underflowing in 16 bits (Micikevicius et al., "Mixed precision training", 2018, section 3.2).
 
 The saved state is that of the optimizer, and the residuals, which are what compression has not sent yet. Each rank has
 parts of both. Checkpoints save and restore them on any number of ranks, with any owner and any bucket size.
@@ -193,23 +192,37 @@ GROWTH_INTERVAL = 2000
 """Number of consecutive good steps after which the scale doubles."""
 
 
-class DynamicLossScale:
-    """A loss scale that each overflow of gradients halves, down to 1, and `GROWTH_INTERVAL` good steps double.
+class LossScaling:
+    """The rule of a loss scale that never changes. Every rank has one, with the same calls, so all scales are equal."""
 
-    Every rank has one, with the same calls, so all scales are equal.
-    """
-
-    def __init__(self) -> None:
-        self.good_steps = 0
-        """Good steps since the last change of the scale."""
+    is_dynamic = False
+    good_steps = 0
+    """Good steps since the last change of a dynamic scale."""
 
     def after_step(self, scale: float, is_finite: bool) -> float:
         """Return the scale of the next step, after a step with ``scale`` whose summed gradient was finite or not."""
+        return scale
+
+    def restore(self, good_steps: int) -> None:
+        """Continue from the `good_steps` of a saved state."""
+
+
+class DynamicLossScaling(LossScaling):
+    """The rule of a loss scale that an overflow halves, down to 1, and `GROWTH_INTERVAL` good steps double."""
+
+    is_dynamic = True
+
+    def after_step(self, scale: float, is_finite: bool) -> float:
+        """See `LossScaling.after_step`."""
         if not is_finite:
             self.good_steps = 0
             return max(_LEAST, scale / 2)
         self.good_steps = (self.good_steps + 1) % GROWTH_INTERVAL
         return scale if self.good_steps else scale * 2
+
+    def restore(self, good_steps: int) -> None:
+        """See `LossScaling.restore`."""
+        self.good_steps = good_steps
 
 
 def is_dynamic(loss_scale: object) -> bool:

@@ -34,6 +34,7 @@ from ..data_parallel.base_trainer import (
     MeanLosses,
     completed,
     may_wait,
+    members_of,
     require_alike,
     require_same_parameters,
     require_same_settings,
@@ -94,10 +95,6 @@ def _with_keys(store: Mapping[str, Any], keys: Mapping[Any, Any]) -> dict[str, A
         name: {keys.get(key, key): value for key, value in part.items()} if name in _BY_KEY else part
         for name, part in store.items()
     }
-
-
-def _members(form: Any) -> dict[Any, Any]:
-    return dict(form["dict"]) if isinstance(form, dict) and "dict" in form else {}
 
 
 def _require_order(names: list[str], saved: Saved) -> None:
@@ -470,12 +467,12 @@ class StoreTrainer(BaseTrainer, FitsSaved):
         Raises:
             ConfigError: the network in the same checkpoint has its parameters in another order.
         """
-        members = _members(form)
+        members = members_of(form)
         if "states" in members:
             form = completed(form, {"passed_over": {"dict": []}})
-            members = _members(form)
-        store = _members(members.get("store"))
-        parts = {name: _members(store[name]) for name in _BY_KEY if name in store}
+            members = members_of(form)
+        store = members_of(members.get("store"))
+        parts = {name: members_of(store[name]) for name in _BY_KEY if name in store}
         if not parts or any(type(key) is not int for part in parts.values() for key in part):
             return form
         _require_order(self.names, saved)

@@ -37,6 +37,7 @@ from ..checkpoint.inspect import Chosen, Tell, read_tensors
 from ..comm import World
 from ..core.arrays import BFLOAT16, bits, of_bits
 from ..core.state import Saved, Stateful, unquoted
+from ..data_parallel.base_trainer import members_of
 from ..data_parallel.trainer_parts import residuals, warn_of_lost_residuals
 from ..errors import ConfigError, UnsupportedError
 from . import tensors
@@ -215,8 +216,8 @@ def _told_by_shapes(form: Any, params: Sequence[torch.Tensor], saved: Saved) -> 
     shapes = [tuple(param.shape) for param in params]
     if len(set(shapes)) < len(shapes):
         return False
-    for number, node in _members(form)["state"]["dict"]:
-        saved_shapes = [saved.shape_of(value["tensor"]) for value in _members(node).values()
+    for number, node in members_of(form)["state"]["dict"]:
+        saved_shapes = [saved.shape_of(value["tensor"]) for value in members_of(node).values()
                         if isinstance(value, dict) and "tensor" in value]  # fmt: skip
         if any(saved_shapes) and (number not in range(len(shapes)) or shapes[number] not in saved_shapes):
             return False
@@ -235,17 +236,12 @@ def _with_strides(state: Any, param: torch.Tensor | None) -> Any:
     }  # fmt: skip
 
 
-def _members(form: Any) -> dict[Any, Any]:
-    """Return the nodes of a dict's form by key; empty for another form."""
-    return dict(form["dict"]) if isinstance(form, dict) and "dict" in form else {}
-
-
 def _saved_groups(form: Any) -> list[dict[str, Any]] | None:
     """Return the parameter groups in the form of an optimizer's state dict; None for another form."""
-    groups = _members(form).get("param_groups")
-    if not isinstance(groups, dict) or "list" not in groups or "dict" not in (_members(form).get("state") or ()):
+    groups = members_of(form).get("param_groups")
+    if not isinstance(groups, dict) or "list" not in groups or "dict" not in (members_of(form).get("state") or ()):
         return None
-    members = [_members(group) for group in groups["list"]]
+    members = [members_of(group) for group in groups["list"]]
     are_groups = all("list" in (group.get("params") or ()) for group in members)
     return members if are_groups else None
 
@@ -265,7 +261,7 @@ def _reordered(form: Any, groups: list[dict[str, Any]], order: tensors.Order, ow
             group["param_names"] = {"list": own[at]}
             first += count
         made.append({"dict": [[*item] for item in group.items()]})
-    members = _members(form)
+    members = members_of(form)
     states = [[order.numbers.get(number, number), node] for number, node in members["state"]["dict"]]
     members |= {"state": {"dict": states}, "param_groups": {"list": made}}
     return {"dict": [[*item] for item in members.items()]}

@@ -16,7 +16,7 @@ from hpcdp.checkpoint import Manager
 from hpcdp.comm import thread_comm
 from hpcdp.core.arrays import dtype_of, to_host
 from hpcdp.data_parallel import trainer_parts as data_parallel_policy
-from hpcdp.data_parallel.trainer_parts import DynamicLossScale
+from hpcdp.data_parallel.trainer_parts import DynamicLossScaling
 from hpcdp.errors import ConfigError, MismatchError
 from hpcdp.train.fit import fit
 from hpcdp.train.metrics import evaluate
@@ -207,7 +207,7 @@ def test_an_overflow_anywhere_is_skipped_by_all(half, spoiler, layout, settings)
 
 
 def test_the_scale_is_doubled_after_2000_good_steps_in_a_row_and_never_below_1():
-    rule, scale = DynamicLossScale(), 8.0
+    rule, scale = DynamicLossScaling(), 8.0
     scales = []
     for step in range(1, 6001):
         scale = rule.after_step(scale, step != 1500)
