@@ -62,7 +62,8 @@ class Allocation:
         return len({host.slots for host in self.hosts}) == 1
 
     def __str__(self) -> str:
-        return f"job {self.job}, {self.tasks} tasks on {len(self.hosts)} hosts ({_shortened(self.hosts)})"
+        names = listed([f"{host.name}:{host.slots}" for host in self.hosts], 4)
+        return f"job {self.job}, {self.tasks} tasks on {len(self.hosts)} hosts ({names})"
 
 
 def allocation(environ: Mapping[str, str] = os.environ) -> Allocation | None:
@@ -88,9 +89,9 @@ def allocation(environ: Mapping[str, str] = os.environ) -> Allocation | None:
     return Allocation(job, hosts, None if cpus is None else int(cpus))
 
 
-def require_one_component(environ: Mapping[str, str] = os.environ) -> None:
+def require_one_component() -> None:
     """Raise `LaunchError` in a heterogeneous job, of which mpirun and a plain srun see only the first component."""
-    text = environ.get("SLURM_HET_SIZE", "")
+    text = os.environ.get("SLURM_HET_SIZE", "")
     if text.isdecimal() and int(text) > 1:
         raise LaunchError(
             "launch in a heterogeneous Slurm job", expected="one component", got=text,
@@ -222,10 +223,6 @@ def _unreadable(what: str, expected: str, got: object) -> LaunchError:
 
 def _cut(text: str) -> str:
     return repr(shortened(text, 60))
-
-
-def _shortened(hosts: tuple[Host, ...]) -> str:
-    return listed([f"{host.name}:{host.slots}" for host in hosts], 4)
 
 
 _MIB = 1 << 20

@@ -450,10 +450,6 @@ class Output:
             self._screen.break_line(self._descriptor)
             self._screen.show(text, self._descriptor)
 
-    def has(self, line: Line) -> bool:
-        """Return whether a line belongs to this output."""
-        return line is self._mpirun or line in self._lines.values()
-
     def _take(self, line: Line, text: bytes) -> None:
         ending, has_ended, following = text.partition(b"\n")
         if has_ended:

@@ -508,7 +508,7 @@ def _forward_signals(
     is_held, passed_on = usr1_has_come is not None and usr1_has_come(), int(signal.SIGUSR1)
     is_told_to_end, is_killed, was_stuck, num_reported = False, False, False, 0
     saves_since_s: float | None = None
-    silence_s = _silence_s()
+    silence_s = float(os.environ.get(_SILENCE_VARIABLE) or _SILENCE_S) or float("inf")  # 0: never explain
     silent_until_s = time.monotonic() + silence_s
     while mpirun.poll() is None:
         next_s = min(deadline, silent_until_s) - time.monotonic()
@@ -578,11 +578,6 @@ def _forward_signals(
     if mpirun.returncode < 0 and not is_killed and ended_by is None and watch.failed is None:
         say(f"{'srun' if family == 'srun' else 'mpirun'} was killed by {signal.Signals(-mpirun.returncode).name}")
     return ended_by, was_stuck
-
-
-def _silence_s() -> float:
-    """Return ``HPCDP_SILENCE_S``, the seconds without output after which the launcher explains; infinity for 0."""
-    return float(os.environ.get(_SILENCE_VARIABLE) or _SILENCE_S) or float("inf")
 
 
 def _explain_silence(watch: Watch, ranks: int, silence_s: float) -> None:

@@ -32,22 +32,6 @@ from .report import BACKWARD, DATA, FORWARD, STEP, Phase, StepReport
 from .trainer import TrainStep
 
 
-def check_arguments(net: object, trainer: object, loader: object, **options: Any) -> None:
-    """Raise `ConfigError` where an argument of `fit` is of another kind."""
-    whole_number("fit", "epochs", options["epochs"], 0)
-    instance("fit", "net", net, Module, "a network")
-    instance("fit", "trainer", trainer, BaseTrainer, "a Trainer")
-    instance("fit", "loader", loader, DataLoader, "a DataLoader")
-    instance("fit", "callbacks", options["callbacks"], Sequence, "a list of callbacks")
-    instance("fit", "checkpoints", options["checkpoints"], (Checkpoints, NoneType), "Checkpoints or None")
-    if options["evaluate"] is not None:
-        function("fit", "evaluate", options["evaluate"], "a function")
-    if net.has_own_step:  # type: ignore[attr-defined]
-        name = type(net).__name__
-        raise ConfigError("fit", where="net", expected="a network that is called", got=f"a {name}, which has step()")
-    instances("fit", "callbacks", options["callbacks"], Callback, "instances of Callback")
-
-
 def what_ranks_share(
     net: Module, loader: DataLoader, callbacks: Sequence[Callback], *, epochs: int, evaluate: object,
     checkpoints: Checkpoints | None,
@@ -190,9 +174,18 @@ def fit(
     world = init() if world is None else world
 
     def check() -> None:
-        check_arguments(
-            net, trainer, loader, epochs=epochs, callbacks=callbacks, checkpoints=checkpoints, evaluate=evaluate
-        )
+        whole_number("fit", "epochs", epochs, 0)
+        instance("fit", "net", net, Module, "a network")
+        instance("fit", "trainer", trainer, BaseTrainer, "a Trainer")
+        instance("fit", "loader", loader, DataLoader, "a DataLoader")
+        instance("fit", "callbacks", callbacks, Sequence, "a list of callbacks")
+        instance("fit", "checkpoints", checkpoints, (Checkpoints, NoneType), "Checkpoints or None")
+        if evaluate is not None:
+            function("fit", "evaluate", evaluate, "a function")
+        if net.has_own_step:
+            own = f"a {type(net).__name__}, which has step()"
+            raise ConfigError("fit", where="net", expected="a network that is called", got=own)
+        instances("fit", "callbacks", callbacks, Callback, "instances of Callback")
         check_loader(loader, trainer)
 
     on_every_rank(world.comm, check)

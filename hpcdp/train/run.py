@@ -347,7 +347,7 @@ def _load_kernels(config: TrainConfig, train_set: data.Dataset, world: World, de
         if rule.update_is_its_kernel:
             name, coefficients = rule.kernel(1, 1.0)
             arrays = rule.arrays_of(rule.init_state(flat))
-            kernels.load("gradients").REDUCING_RULES[name](nothing, 0, 1, flat, *arrays, coefficients)
+            reducing.REDUCING_RULES[name](nothing, 0, 1, flat, *arrays, coefficients)
 
 
 def make_trainer(config: TrainConfig, net: Module, train_set: data.Dataset, world: World) -> BaseTrainer:
