@@ -89,12 +89,12 @@ def test_what_is_no_host_is_named_with_file_and_line(text: str | bytes, says: st
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("none/hosts", "[none/hosts]: expected a file of hosts, or node1:4,node2:4, got No such file or directory"),
-        ("typo.txt", "[typo.txt]: expected a file of hosts, or node1:4,node2:4, got No such file or directory"),
-        (f"/{'x' * 300}", "got File name too long"),
+        ("none/hosts", "[none/hosts]: expected a file of hosts, or node1:4,node2:4, got no such file or folder"),
+        ("typo.txt", "[typo.txt]: expected a file of hosts, or node1:4,node2:4, got no such file or folder"),
+        (f"/{'x' * 300}", "got a name that is too long"),
         ("", "[-H '']"),
         ("a,,b", "[-H 'a,,b']"),
-        (".", "Is a directory"),
+        (".", "got a folder"),
     ],
 )
 def test_what_the_option_does_not_take(text: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
