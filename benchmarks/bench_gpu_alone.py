@@ -120,7 +120,6 @@ def _flat(count: int) -> Iterator[Case]:
     scaled = _named("scale", -1.0)
     yield Case("scale", "networks", scaled, (x,), 2 * nbytes)
     yield Case("sum of squares", "gradients", _sum_of_squares, (x,), nbytes)
-    yield Case("all finite", "gradients", _named("all_finite"), (x,), nbytes)
     yield Case("add", "networks", _named("add"), (x, x[::-1].copy(), wide), 3 * nbytes)
     yield Case("ReLU", "networks", _named("relu"), (x, wide), 2 * nbytes)
     for n in (2, 4, 8):

@@ -247,16 +247,12 @@ def sums(arrays: Arrays, torch: Any) -> Iterator[Kernel]:
 
 
 def norms(arrays: Arrays, torch: Any) -> Iterator[Kernel]:
-    """Return the sum of squares and the search for non-finite values, of which there are none; both only read."""
-    module = kernels.load("gradients")
-    for name, rule in (("sum of squares", "sum_of_squares"), ("all finite", "all_finite")):
-        x = arrays.normal()
-        peer = None
-        if torch:
-            tensor = torch.from_numpy(x)
-            norm = partial(torch.linalg.vector_norm, tensor)
-            peer = norm if rule == "sum_of_squares" else partial(_all_finite_in_torch, torch, tensor)
-        yield Kernel(name, (x,), getattr(module, rule), getattr(plain, rule), arrays.nbytes, peer)
+    """Return the sum of squares, which only reads."""
+    x = arrays.normal()
+    peer = partial(torch.linalg.vector_norm, torch.from_numpy(x)) if torch else None
+    yield Kernel(
+        "sum of squares", (x,), kernels.load("gradients").sum_of_squares, plain.sum_of_squares, arrays.nbytes, peer
+    )
 
 
 def layer_norms(arrays: Arrays) -> Iterator[Kernel]:
@@ -269,10 +265,6 @@ def layer_norms(arrays: Arrays) -> Iterator[Kernel]:
     inputs = (arrays.normal(), arrays.normal(), bounds, np.zeros((_LAYERS, 2)))
     call, reference = (partial(squares, module) for module in (kernels.load("gradients"), plain))
     yield Kernel("LARS norms", inputs, call, reference, 2 * arrays.nbytes, rtol=1e-12)
-
-
-def _all_finite_in_torch(torch: Any, x: Any) -> bool:
-    return bool(torch.isfinite(x).all())
 
 
 def all_kernels(count: int, torch: Any) -> Iterator[Kernel]:

@@ -592,11 +592,11 @@ _COUNT = 1 << 18
 _REPEATS = 5
 
 
-def coding_s(codec: Codec, count: int = _COUNT) -> tuple[float, float]:
-    """Return the least seconds of several runs to encode and to decode ``count`` float32 elements on this core."""
-    x = np.random.default_rng(0).standard_normal(count, np.float32)
+def coding_s(codec: Codec) -> tuple[float, float]:
+    """Return the least seconds of several runs to encode and to decode `_COUNT` float32 elements on this core."""
+    x = np.random.default_rng(0).standard_normal(_COUNT, np.float32)
     residual, out = np.zeros_like(x), np.empty_like(x)
-    wire = np.empty(codec.nbytes(count, x.dtype), np.uint8)
+    wire = np.empty(codec.nbytes(_COUNT, x.dtype), np.uint8)
     encoding, decoding = [], []
     for _ in range(_REPEATS):
         begin = time.perf_counter()

@@ -44,18 +44,6 @@ template <class T> __device__ void add_partials(const double* partial, Index wid
     if (threadIdx.x == 0) out[blockIdx.x] = narrowed<T>(typename WideOf<T>::Type(total));
 }
 
-// `found` is 0 before. All threads that write it write the same.
-template <class T> __device__ void find_not_finite(const T* x, Index count, int* found) {
-    constexpr int N = 16 / sizeof(T);
-    bool finite = true;
-    for_packs<N>(count, is_aligned<N>(x), [&](Index i, auto width) {
-        constexpr int n = decltype(width)::value;
-        const auto pack = load<n>(x + i);
-        for (int k = 0; k < n; ++k) finite = finite && is_finite(widened(pack.at[k]));
-    });
-    if (!finite) *found = 1;
-}
-
 // The scale is `*scale_at`, if that is not null. One thread of one block.
 extern "C" __global__ void clipped_scale(
     const double* squares, Index count, double scale, const double* scale_at, double most, double* out
@@ -76,9 +64,6 @@ extern "C" __global__ void clipped_scale(
         const T* params, const T* grads, const Index* bounds, double* partial                                          \
     ) {                                                                                                                \
         segment_squares(params, grads, bounds, partial);                                                               \
-    }                                                                                                                  \
-    extern "C" __global__ void find_not_finite_##NAME(const T* x, Index count, int* found) {                           \
-        find_not_finite(x, count, found);                                                                              \
     }                                                                                                                  \
     extern "C" __global__ void add_partials_##NAME(const double* partial, Index width, T* out) {                       \
         add_partials(partial, width, out);                                                                             \

@@ -310,9 +310,9 @@ class ProgressCounters:
         while not self._sync.wait_all(counters, n, wrapped, *self._memory.patience):
             self._memory.check()
 
-    def counters(self, thing: int = 0) -> np.ndarray:
-        """Return the counters as kernels take them; each is followed by space for 30 more words of its rank."""
-        return self._counters[thing]
+    def counters(self) -> np.ndarray:
+        """Return the first counters as kernels take them; each is followed by space for 30 more words of its rank."""
+        return self._counters[0]
 
     def behind(self, number: int, thing: int = 0) -> list[int]:
         """Return the local ranks that have not reached ``number``."""

@@ -45,6 +45,7 @@ from ..core.environment import (
     enter_replica,
     exit_status,
     fail_at_exit,
+    flush_streams,
     is_launched,
     kept_to_interface,
     launched_rank,
@@ -460,11 +461,7 @@ def _leave_as_child() -> None:
     """
 
     def leave() -> None:
-        if "logging" in sys.modules:
-            sys.modules["logging"].shutdown()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # closed, or replaced
-                stream.flush()
+        flush_streams()
         os._exit(exit_status() or int(hasattr(sys, "last_value")))
 
     record_exit_status()

@@ -110,13 +110,13 @@ def part_of(operation: str, num_parts: object, part_index: object) -> tuple[int,
     return parts, whole_number(operation, "part_index", part_index, 0, parts - 1)
 
 
-def lengths(operation: str, where: str, value: object, axes: Collection[str], least: int = 1) -> tuple[int, ...]:
-    """Return the lengths of a shape: an integer of at least ``least`` for each of ``axes``."""
-    expected = f"({', '.join(axes)}{',' * (len(axes) == 1)}), integers >= {least}"
+def lengths(operation: str, where: str, value: object, axes: Collection[str]) -> tuple[int, ...]:
+    """Return the lengths of a shape: an integer of at least 1 for each of ``axes``."""
+    expected = f"({', '.join(axes)}{',' * (len(axes) == 1)}), integers >= 1"
     shape = tuple(value) if isinstance(value, Iterable) else ()
     if len(shape) != len(axes):
         raise ConfigError(operation, where=where, expected=expected, got=repr(value))
-    return tuple(whole_number(operation, where, length, least, expected=expected, shown=value) for length in shape)
+    return tuple(whole_number(operation, where, length, 1, expected=expected, shown=value) for length in shape)
 
 
 def one_of(

@@ -352,15 +352,20 @@ def fail_at_exit(error: Exception) -> None:
         )
 
 
-@atexit.register  # at import, so it runs after the exit functions of hpcdp and of most programs
-def _exit_with_failure() -> None:
-    if not _failed_at_exit:
-        return
+def flush_streams() -> None:
+    """Write what logging and the standard streams have buffered, before `os._exit`."""
     if "logging" in sys.modules:
         sys.modules["logging"].shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # closed, or replaced
             stream.flush()
+
+
+@atexit.register  # at import, so it runs after the exit functions of hpcdp and of most programs
+def _exit_with_failure() -> None:
+    if not _failed_at_exit:
+        return
+    flush_streams()
     MPI: Any = sys.modules.get("mpi4py.MPI")
     try:
         if MPI is not None and MPI.Is_initialized() and not MPI.Is_finalized():

@@ -32,7 +32,6 @@ from typing import Any
 
 import numba
 import numpy as np
-from llvmlite import ir
 from numba import float32, float64, intp, types, uint32
 from numba.extending import intrinsic
 
@@ -210,45 +209,6 @@ def combine_staged(x, rows, me, lo, hi, op, prescale, divisor, factor):  # type:
         for other in range(n):
             if other != me:
                 finish(partial, rows[other, first:last])
-
-
-_SEARCH_BLOCK = 1 << 14
-"""Number of elements checked before the search may end."""
-
-
-@intrinsic
-def _larger(typingctx: Any, a: Any, b: Any) -> Any:
-    """Return the larger of two magnitudes; Numba's own would compute in 64 bits."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.select(builder.icmp_unsigned(">", *args), *args)
-
-    return a(a, a), generate
-
-
-@intrinsic
-def _is_finite(typingctx: Any, magnitude: Any) -> Any:
-    infinity = {
-        types.uint16: 0x7C00, types.int16: 0x7F80, types.uint32: 0x7F800000, types.uint64: 0x7FF0000000000000,
-    }[magnitude]  # fmt: skip
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.zext(builder.icmp_unsigned("<", args[0], args[0].type(infinity)), ir.IntType(1))
-
-    return types.boolean(magnitude), generate
-
-
-@kernel()
-def all_finite(x):  # type: ignore[no-untyped-def]
-    """See `reference.all_finite`."""
-    for first in range(0, x.size, _SEARCH_BLOCK):
-        block = x[first : min(first + _SEARCH_BLOCK, x.size)]
-        largest = magnitude_bits(block[0])
-        for i in range(1, block.size):
-            largest = _larger(largest, magnitude_bits(block[i]))
-        if not _is_finite(largest):
-            return False
-    return True
 
 
 @kernel(fastmath={"reassoc", "contract"})

@@ -625,11 +625,6 @@ def add_up_rows(x: Array, out: Array | None = None) -> Array:
     return np.add.reduce(x, axis=0, out=out)
 
 
-def all_finite(x: Array) -> bool:
-    """Return whether no element of ``x`` is infinite or NaN."""
-    return bool(array_namespace(x).isfinite(widened(x)).all())
-
-
 def sum_of_squares(x: Array) -> float:
     """Return the sum of the squares of ``x``, in float64.
 

@@ -484,14 +484,6 @@ _PIECES = 128
 """Blocks that sum one layer; also defined in `norms.cu`."""
 
 
-def all_finite(x: Array) -> bool:
-    """See `reference.all_finite`."""
-    of_type = cuda.type_name("all_finite", _DTYPES, x.size, x)
-    flag = array_namespace(x).zeros(1, dtype=np.int32)
-    cuda.launch("norms", f"find_not_finite_{of_type}", cuda.blocks(-(-x.nbytes // 16)), x, np.int64(x.size), flag)
-    return not int(flag[0])
-
-
 def sum_of_squares(x: Array) -> float:
     """See `reference.sum_of_squares`."""
     return sums_of_squares((x,))[0]
