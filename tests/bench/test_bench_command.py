@@ -323,7 +323,7 @@ def test_a_file_that_fails_is_told_and_the_others_are_written(tmp_path: Path, mo
         return str(caught.value)
 
     for said in thread_comm.run(2, rank):
-        assert said == "bench: write [/dev/full]: expected a file that can be written, got No space left on device"
+        assert said == "bench: write [/dev/full]: expected a file that can be written, got no space left on device"
     assert len(json.loads(report.read_text())["rows"]) == 3
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert sorted(tmp_path.iterdir()) == [plot, report]

@@ -19,7 +19,7 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytes
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    with raises(ConfigError, where=path, got="No space left on device"):
+    with raises(ConfigError, where=path, got="no space left on device"):
         measure.write(str(path), "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
