@@ -47,7 +47,7 @@ from .base_trainer import (
     unfinished,
 )
 from .buckets import ParameterLike, plan
-from .deterministic import PlainSteps, ReproducibleSteps, arithmetic, checked_virtual_shards, fix_arithmetic
+from .deterministic import PlainSteps, ReproducibleSteps, checked_virtual_shards, fix_arithmetic
 from .overlap import EXPOSED, BucketTimes, CommunicationStats, GpuTimes
 from .sharded_update import (
     MASTER,
@@ -317,7 +317,7 @@ class BucketTrainer(BaseTrainer, FitsSaved):
         return has_all and is_whole and all(is_cupy(bucket.mine) for bucket in reducer.buckets)
 
     def _reduce(self) -> None:
-        if self.virtual_shards is not None and self._host_looks:
+        if self.reducer.is_deterministic and self._host_looks:
             self.reducer.reduce_everywhere()  # a norm of shards would depend on the number of ranks
         else:
             self.owner.reduce()
@@ -401,7 +401,7 @@ class BucketTrainer(BaseTrainer, FitsSaved):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """See `BaseTrainer.no_sync`."""
-        self._refuse_reproducible("no_sync", "enlarge the global batch")
+        self._steps.refuse("no_sync", "enlarge the global batch")
         with self._on_its_gpu():
             self.reducer.accumulate()
         before, self._syncing = self._syncing, False
@@ -419,7 +419,7 @@ class BucketTrainer(BaseTrainer, FitsSaved):
 
     def _require_own_sums(self, operation: str) -> None:
         if operation == "allreduce_grads":
-            self._refuse_reproducible(operation, "let step() sum them")
+            self._steps.refuse(operation, "let step() sum them")
 
     def _sum_gradients(self) -> None:
         self._close_step(0 if self.reducer.num_missing == len(self.reducer.params) else 1)
@@ -441,14 +441,6 @@ class BucketTrainer(BaseTrainer, FitsSaved):
         finally:
             self._begin_step()
         return int(total)
-
-    def _refuse_reproducible(self, operation: str, remedy: str) -> None:
-        """Raise `ConfigError` where gradients are summed by virtual shards."""
-        if self.virtual_shards is not None:
-            raise ConfigError(
-                operation, expected="a Trainer without reproducible=True", got="a reproducible Trainer",
-                remedy=f"{remedy}, or make the Trainer without it",
-            )  # fmt: skip
 
     # A step whose update a CUDA graph contains
 
@@ -472,7 +464,7 @@ class BucketTrainer(BaseTrainer, FitsSaved):
     @property
     def updates_at_once(self) -> bool:
         """True if `step` updates, outside of `no_sync`, and the host reads no sum before."""
-        return self._syncing and not self._host_looks and self.virtual_shards is None
+        return self._syncing and not self._host_looks and not self.reducer.is_deterministic
 
     def step_replayed(self, reduce_and_update: Callable[[int, float], None], count: int) -> int:
         """Run `step` with a graph's ``reduce_and_update(step, scale)``, which contains the clipping."""
@@ -559,7 +551,7 @@ class BucketTrainer(BaseTrainer, FitsSaved):
             "states": optimizer_states(self.owner, self.reducer),
             "passed_over": dict(self.owner.passed_over),
             "virtual_shards": self.virtual_shards,
-            "arithmetic": None if self.virtual_shards is None else arithmetic(),
+            "arithmetic": self._steps.arithmetic,
             "layout": layout,
         }
         unsent = residuals(self.reducer)
@@ -596,8 +588,8 @@ class BucketTrainer(BaseTrainer, FitsSaved):
             self._steps.begin(self.step_count + 1)
             if self.world.rank or (self.world.part_comm is not None and self.world.part_comm.rank):
                 return
-            self._warn_of_arithmetic("load_state_dict", state["arithmetic"] or "")
-            if self.virtual_shards is None and state["layout"]["digest"] != self.reducer.layout.digest:
+            self._steps.warn_of_other_arithmetic("load_state_dict", state["arithmetic"] or "")
+            if not self.reducer.is_deterministic and state["layout"]["digest"] != self.reducer.layout.digest:
                 warn(
                     "load_state_dict: the state was saved with another layout of buckets (bucket_cap_mb, or parts): "
                     "last bits may differ from here on"
@@ -625,8 +617,7 @@ class BucketTrainer(BaseTrainer, FitsSaved):
                 if self.world.rank == 0:
                     arrays[f"{name}/{key}"] = array
         header = {"version": 1, "step_count": self.step_count, "optimizer": self.optimizer.config()["name"]}
-        if self.virtual_shards is not None:
-            header |= {"virtual_shards": self.virtual_shards, "arithmetic": arithmetic()}
+        header |= self._steps.header
         if self.owner.passed_over:
             header["passed_over"] = self.owner.passed_over
         if self.is_scaling:
@@ -653,15 +644,7 @@ class BucketTrainer(BaseTrainer, FitsSaved):
                 self._loss_scaling.restore(header["good_steps"])
             self._steps.begin(self.step_count + 1)
             if self.world.rank == 0:
-                self._warn_of_arithmetic(str(path), header.get("arithmetic", ""))
-
-    def _warn_of_arithmetic(self, operation: str, saved_by: str) -> None:
-        """Warn that the last bits of a reproducible trainer may differ from those of another processor."""
-        if self.virtual_shards is not None and saved_by not in ("", arithmetic()):
-            warn(
-                f"{operation}: saved where arithmetic was {saved_by}, and here it is {arithmetic()}: last bits may "
-                "differ from here on"
-            )
+                self._steps.warn_of_other_arithmetic(str(path), header.get("arithmetic", ""))
 
     def _refuse_unfinished(self, operation: str) -> None:
         """Raise if gradients would be lost, and wait for updates under way; every rank must call."""

@@ -27,7 +27,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from threadpoolctl import threadpool_info, threadpool_limits
@@ -39,7 +39,7 @@ from ..comm.consistency import require_same
 from ..comm.tasks import MESSAGE_NBYTES, in_lanes, together
 from ..core.arrays import is_host
 from ..core.checks import boolean, whole_number
-from ..errors import ConfigError, HpcdpError
+from ..errors import ConfigError, HpcdpError, warn
 from ..nn.virtual_shards import VirtualShard, enter_shard, entered_shard, layers_of, move
 from .buckets import Bucket, Layout, ParameterLike
 from .host_reduction import HierarchicalReduction, Reduce, ReductionRanks
@@ -330,6 +330,22 @@ class PlainSteps:
     """The steps of a trainer that is not reproducible, which need no bookkeeping."""
 
     @property
+    def arithmetic(self) -> str | None:
+        """The libraries and the processor that decide the last bits; None where these are not kept."""
+        return None
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """Entries of the header of `Trainer.save_states`."""
+        return {}
+
+    def warn_of_other_arithmetic(self, operation: str, saved_by: str) -> None:
+        """Warn that the last bits may differ from those of the processor and libraries of a saved state."""
+
+    def refuse(self, operation: str, remedy: str) -> None:
+        """Raise `ConfigError` for an operation that virtual shards do not allow; ``remedy`` says what else to do."""
+
+    @property
     def is_last(self) -> bool:
         """True if this rank computes no other virtual shard in this step."""
         return True
@@ -377,6 +393,31 @@ class ReproducibleSteps(PlainSteps):
         self._met_stranger = False
         """True if a layer that is not the trainer's has noted statistics on this rank in this step."""
         self.begin(1)
+
+    @property
+    def arithmetic(self) -> str:
+        """See `PlainSteps.arithmetic`."""
+        return arithmetic()
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """See `PlainSteps.header`."""
+        return {"virtual_shards": self._num, "arithmetic": arithmetic()}
+
+    def warn_of_other_arithmetic(self, operation: str, saved_by: str) -> None:
+        """See `PlainSteps.warn_of_other_arithmetic`."""
+        if saved_by not in ("", arithmetic()):
+            warn(
+                f"{operation}: saved where arithmetic was {saved_by}, and here it is {arithmetic()}: last bits may "
+                "differ from here on"
+            )
+
+    def refuse(self, operation: str, remedy: str) -> None:
+        """See `PlainSteps.refuse`."""
+        raise ConfigError(
+            operation, expected="a Trainer without reproducible=True", got="a reproducible Trainer",
+            remedy=f"{remedy}, or make the Trainer without it",
+        )  # fmt: skip
 
     def begin(self, step: int) -> None:
         """See `PlainSteps.begin`."""

@@ -34,7 +34,7 @@ def test_states_of_another_number_of_virtual_shards_are_refused(tmp_path):
 def test_states_from_another_processor_are_taken_with_a_warning(tmp_path, monkeypatch):
     path = tmp_path / "states.npz"
     thread_comm.run(1, lambda world: trainer_of(network(), world).save_states(path))
-    monkeypatch.setattr("hpcdp.data_parallel.bucket_trainer.arithmetic", lambda: "an abacus")
+    monkeypatch.setattr("hpcdp.data_parallel.deterministic.arithmetic", lambda: "an abacus")
     with pytest.warns(
         UserWarning, match=r"saved where arithmetic was NumPy .*, and here it is an abacus: last bits may"
     ):

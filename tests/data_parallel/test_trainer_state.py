@@ -258,7 +258,7 @@ def test_virtual_shards_must_be_as_many_and_other_arithmetic_is_said(monkeypatch
     gone_on(2, None, state, params_then, steps=0)
     plain, params_then = saved(1, None, steps=0)
     gone_on(2, None, plain, params_then, steps=0, reproducible=True, virtual_shards=5)
-    monkeypatch.setattr("hpcdp.data_parallel.bucket_trainer.arithmetic", lambda: "an abacus")
+    monkeypatch.setattr("hpcdp.data_parallel.deterministic.arithmetic", lambda: "an abacus")
     with pytest.warns(UserWarning, match="arithmetic was .* and here it is an abacus"):
         gone_on(2, None, state, params_then, steps=0, reproducible=True, virtual_shards=5)
 
