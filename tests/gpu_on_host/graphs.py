@@ -477,7 +477,6 @@ def installed() -> Iterator[Machine]:
         patch.setattr(cupy_module, "give", lambda run, args: machine.give(run))  # keeps nothing alive
         launches = importlib.import_module("hpcdp.kernels.cuda")
         patch.setattr(launches, "_here", launches._ThreadCapture())
-        patch.setattr(launches, "_capturing", launches._Capturing())
         compiled = cupy.RawModule
 
         def raw_module(**kwargs: Any) -> Any:

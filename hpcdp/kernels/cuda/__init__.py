@@ -209,8 +209,8 @@ _ROUTINES = {
 
 def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
     """Return ``a @ b`` as `numpy.matmul` does, in ``out`` if given, which must not overlap with the operands."""
-    if _capturing.cublas is not None:
-        return _capturing.cublas.matmul(a, b, out)
+    if _here.multiplies is not None:
+        return _here.multiplies.matmul(a, b, out)
     if a.ndim == b.ndim == 2 and (out is None or (out.flags.c_contiguous and out.dtype == a.dtype == b.dtype)):
         return a.dot(b, out)  # as CuPy's matmul does after a third more host time
     xp = array_namespace(a, b)
@@ -257,11 +257,11 @@ class Cublas:
         self._set_stream(self._handle, stream.ptr)  # resets the workspace, as CuPy does before its next product
         workspace = self._workspace
         self._call("cublasSetWorkspace_v2", workspace.data.ptr, workspace.nbytes)
-        before, _capturing.cublas = _capturing.cublas, self
+        before, _here.multiplies = _here.multiplies, self
         try:
             yield
         finally:
-            _capturing.cublas = before
+            _here.multiplies = before
 
     def matmul(self, a: Array, b: Array, out: Array | None) -> Array:
         """See the function `matmul`."""
@@ -334,14 +334,6 @@ def _library(name: str) -> Any:
     for routine, arguments in _ROUTINES.items():
         getattr(library, routine).argtypes = arguments
     return library
-
-
-class _Capturing(threading.local):
-    cublas: Cublas | None = None
-    """The cuBLAS of the graph that this thread captures."""
-
-
-_capturing = _Capturing()
 
 
 def fill(place: Array, make: Callable[[], np.ndarray]) -> None:
@@ -535,6 +527,8 @@ def _cublas() -> Cublas:
 class _ThreadCapture(threading.local):
     graph: CudaGraph | None = None
     """The graph that this thread captures."""
+    multiplies: Cublas | None = None
+    """The cuBLAS that computes this thread's products, instead of CuPy."""
 
     def __init__(self) -> None:
         self.cublas: dict[tuple[int, int], Cublas] = {}
