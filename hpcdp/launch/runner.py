@@ -32,7 +32,7 @@ from ..core.environment import PMI_OF_SRUN, SAVE_AT, keep_to_interface, launched
 from ..errors import LaunchError, shortened, to_stderr
 from . import ProgramMissingError, hosts, mpi_library, process_monitor, rank_output
 from . import hosts as launch_hosts
-from .guard_client import Guards
+from .guard import Guards
 from .launchers import Job
 from .mpi_library import is_open_mpi_4, runtimes
 from .mpirun_stderr import LOST_CONNECTION_STATUS, TOLD, FailedRank, MpirunStderr, first_failure

@@ -18,8 +18,8 @@ import pytest
 from raises import raises
 
 from hpcdp.errors import LaunchError
-from hpcdp.launch import guard, guard_client, hosts
-from hpcdp.launch.guard_client import Guards
+from hpcdp.launch import guard, hosts
+from hpcdp.launch.guard import Guards
 from hpcdp.launch.hosts import HostSlots
 
 SSH = """#!/bin/sh
@@ -46,7 +46,7 @@ LAUNCHER = """
 import os, sys
 from pathlib import Path
 from hpcdp.launch import runner as supervise
-from hpcdp.launch import guard_client as guards
+from hpcdp.launch import guard as guards
 from hpcdp.launch.hosts import HostSlots as Place
 from hpcdp.launch.launchers import Job
 supervise._FAILED_GRACE_S = 0.5
@@ -104,7 +104,7 @@ class Job:
 
 def test_silent_hosts_are_left_together(ssh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each ssh to one goes on for some time, which must not add up."""
-    monkeypatch.setattr(guard_client, "_REACHED_S", 0.2)
+    monkeypatch.setattr(guard, "_REACHED_S", 0.2)
     began_s = time.monotonic()
     with (
         raises(LaunchError, operation="reach by ssh", got=["silent0", "0 s"]),
@@ -209,13 +209,13 @@ def test_many_hosts_are_reached_in_waves_and_one_line_says_what_is_wrong(ssh: Pa
 @pytest.mark.parametrize("limits", [(64, 900), (300, 900), (900, 900), (64, resource.RLIM_INFINITY)])
 def test_a_limit_of_open_files_is_raised_or_named(limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     now = [limits]
-    monkeypatch.setattr(guard_client.resource, "getrlimit", lambda _: now[0])
-    monkeypatch.setattr(guard_client.resource, "setrlimit", lambda _, wanted: now.append(wanted))
-    guard_client._allow_files(300)
+    monkeypatch.setattr(guard.resource, "getrlimit", lambda _: now[0])
+    monkeypatch.setattr(guard.resource, "setrlimit", lambda _, wanted: now.append(wanted))
+    guard._allow_files(300)
     assert now[1:] == ([(856, limits[1])] if limits[0] < 856 else [])
     if limits[1] == 900:
         with raises(LaunchError, operation="launch on 340 other hosts", expected=936, got=900, remedy="-n"):
-            guard_client._allow_files(340)
+            guard._allow_files(340)
 
 
 def test_what_a_login_script_writes_is_not_taken_for_a_guard(ssh: Path) -> None:
@@ -258,7 +258,7 @@ def test_programs_for_mpirun_are_not_put_where_others_may_exchange_them(
     (tmp_path / "home" / ".cache").mkdir(parents=True)
     tmp_path.chmod(0o777)
     with raises(LaunchError, operation="launch on other hosts") as caught:
-        guard_client._private_folder(contextlib.ExitStack())
+        guard._private_folder(contextlib.ExitStack())
     assert f"a folder that others may change: {tmp_path}, which every user may write" in str(caught.value.got)
     assert not list(tmp_path.glob("hpcdp-*"))
 
@@ -285,7 +285,7 @@ def test_a_user_without_a_home_has_a_private_folder(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     with contextlib.ExitStack() as left_behind:
-        assert guard_client._private_folder(left_behind).is_dir()
+        assert guard._private_folder(left_behind).is_dir()
 
 
 def test_the_agent_is_a_private_program_that_hands_on_what_it_is_asked(ssh: Path) -> None:
@@ -306,7 +306,7 @@ def test_the_agent_is_a_private_program_that_hands_on_what_it_is_asked(ssh: Path
 def of_one_host(monkeypatch: pytest.MonkeyPatch) -> tuple[Guards, SimpleNamespace, list[float]]:
     """Guards that nothing has started, of one host, its channel, and what the clock shows."""
     now = [100.0]
-    monkeypatch.setattr(guard_client, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(guard, "time", SimpleNamespace(monotonic=lambda: now[0]))
     away = SimpleNamespace(host="away", is_closed=False, heard_s=100.0, out=1, err=2, send=lambda message: None)
     group = Guards([], print)
     group._channels = {"away": away}
@@ -376,7 +376,7 @@ def test_time_in_which_a_guard_itself_did_not_run_or_its_launcher_is_stopped_is_
 
 def test_a_guard_that_is_killed_closes_its_connection_whatever_it_has_started() -> None:
     started = subprocess.Popen(
-        [sys.executable, "-P", "-c", guard_client._GUARD.format(str(guard_client._ROOT))],
+        [sys.executable, "-P", "-c", guard._GUARD.format(str(guard._ROOT))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

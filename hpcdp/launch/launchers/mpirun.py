@@ -23,7 +23,7 @@ from ...core.environment import batch_system, explained
 from ...core.files import who_else_may_write
 from ...errors import LaunchError, listed, reason
 from .. import hosts, mpi_library, process_monitor
-from ..guard_client import ALIVE, AT_ONCE, SSH, Guards, remedy
+from ..guard import ALIVE, AT_ONCE, SSH, Guards, remedy
 from ..hosts import assign_ranks, of_ranks, those_of_this_machine
 from ..mpi_library import Dialect, environment, environment_of_hosts, program, traveling
 from ..runner import check, check_binding, say, supervise, warn_of_other_library
