@@ -253,7 +253,7 @@ _IN_WORDS = {
     errno.EACCES: "no permission",
     errno.EPERM: "no permission",
     errno.EISDIR: "a folder",
-    errno.ENOTDIR: "a path through a file, which is no folder",
+    errno.ENOTDIR: "a path through a file",
     errno.ENOSPC: "no space left on device",
     errno.EDQUOT: "no space left in the disk quota",
     errno.EFBIG: "a file larger than the limit",

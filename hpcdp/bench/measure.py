@@ -397,7 +397,7 @@ def _obstacle(path: str) -> str:
             finally:
                 part.unlink(missing_ok=True)
     except (OSError, ValueError) as error:
-        return getattr(error, "strerror", None) or str(error)
+        return reason(error) if isinstance(error, OSError) else str(error)
     return ""
 
 

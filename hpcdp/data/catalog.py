@@ -51,7 +51,7 @@ def folder_lock(folder: Path) -> Iterator[None]:
 
     If the block raises an error, the lock and the folders that were created for it are removed, if they are empty.
     """
-    created = [path for path in (folder, *folder.parents) if not path.exists()]
+    created = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
     with contextlib.ExitStack() as held:
         try:
             held.enter_context(_locked(folder))
@@ -142,8 +142,7 @@ def fetch(urls: tuple[str, ...], path: Path, md5: str, timeout_s: float = 30.0) 
                         remedy="set HPCDP_DATA_DIR to such a folder",
                     ) from error  # fmt: skip
                 reasons.append(f"{_host_of(url)}: {type(error).__name__} {error}")
-        where = f"{path.parent.name}/{path.name}"
-        remedy = f"put it into {path.parent}, or name a folder with {where}: --data-dir, HPCDP_DATA_DIR"
+        remedy = f"put it into {path.parent}; --data-dir or HPCDP_DATA_DIR names another folder"
         raise DataError("download", where=path.name, expected="an answer", got="; ".join(reasons), remedy=remedy)
 
 
@@ -296,7 +295,7 @@ def _cifar10(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
         try:
             archive = _obtain("cifar10", folder, CIFAR10_ARCHIVE)
         except DataError as error:
-            error.expected = f"{error.expected}, since {listed(missing)} (the binary version) is missing"
+            error.expected = f"{error.expected}, or {listed(missing)} in the folder"
             raise
         with folder_lock(folder):
             if not all(map(os.path.isfile, paths)):

@@ -97,6 +97,10 @@ def check_range(field: dataclasses.Field[Any], value: Any) -> None:
     """Raise `ConfigError` unless ``value`` is one of the setting's names, or in its range."""
     if value == "" or (isinstance(value, str) and "\0" in value):
         raise ConfigError(f"setting {field.name}", expected="a non-empty string without NUL", got=repr(value))
+    if field.name == "data" and isinstance(value, str) and ("/" in value or "." in value):
+        remedy = "for your own files write a program with hpcdp.data and hpcdp.Trainer"
+        valid = f"one of {', '.join(field.metadata['choices'])}"
+        raise ConfigError("setting data", expected=valid, got=repr(value), remedy=remedy)
     if field.metadata["choices"]:
         check_name(field.name, value, field.metadata["choices"])
     least, most, above = (field.metadata[name] for name in ("least", "most", "above"))

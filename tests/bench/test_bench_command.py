@@ -498,7 +498,7 @@ def test_dtypes_as_osu_names_them() -> None:
         ),
         (2, ["allreduce", "--json", "."], "bench [.]: expected a file that can be written, got a folder"),
         (2, ["allreduce", "--json", "/proc/x.json"], "bench [/proc/x.json]: expected a file that can be written, got "),
-        (2, ["allreduce", "--plot", f"{'x' * 300}.png"], "can be written, got File name too long"),
+        (2, ["allreduce", "--plot", f"{'x' * 300}.png"], "can be written, got a name that is too long"),
         (1, ["allreduc"], "unknown benchmark 'allreduc'; did you mean 'allreduce'? valid: latency, "),
         (1, ["allreduce", "--style", "ncl"], "unknown style 'ncl'; did you mean 'nccl'? valid: osu, nccl"),
         (1, ["latency", "--style", "nccl"], "--style nccl: expected allreduce, reduce_scatter, allgather"),

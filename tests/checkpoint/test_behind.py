@@ -333,7 +333,7 @@ def test_a_program_fails_whose_last_save_fails_after_its_end(ranks, tmp_path):
     launch = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", str(ranks), "--"] if ranks > 1 else []
     done = subprocess.run([*launch, *program], capture_output=True, text=True, timeout=60, env=environ)
     assert (done.returncode, done.stdout) == (1, "goodbye\n" * ranks), done.stderr
-    assert "got File too large" in done.stderr.splitlines()[-1]
+    assert "got a file larger than the limit" in done.stderr.splitlines()[-1]
     assert Manager(tmp_path, world_of_one()).steps() == [2]
 
 

@@ -350,3 +350,8 @@ def test_a_network_and_data_that_do_not_fit_are_both_named(model):
         TrainConfig(model=model, data=other)
     with raises(ConfigError, operation="unknown model 'gtp'", remedy="gpt"):
         TrainConfig(model="gtp", data="shakespeare")
+
+
+def test_a_file_as_the_data_set_names_the_way_for_own_files():
+    with raises(ConfigError, operation="setting data", got="./train.csv", remedy="write a program"):
+        TrainConfig(data="./train.csv")

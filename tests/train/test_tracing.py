@@ -270,7 +270,7 @@ def test_a_name_that_cannot_be_written_is_one_line_on_every_rank_before_anything
     (tmp_path / "folder").mkdir()
     for name, reason in (
         ("file/out.json", f"got a file, no folder: {tmp_path / 'file'};"),
-        ("folder", "Is a directory"),
+        ("folder", "got a folder"),
     ):
         line = refused(tmp_path / name)
         assert f"[{tmp_path / name}]" in line

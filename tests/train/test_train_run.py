@@ -181,7 +181,7 @@ def test_an_earlier_run_is_not_overwritten_unless_asked_which_repeats_it_on_thre
         (("mlp", "--data", "mnist", "--data-dir", "nowhere"), "nowhere"),
         (("mlp", "--batch-size", "1"), "batch"),
         (("mlp", "--trace", "/proc/out.json"), "write the trace [/proc/out.json]"),
-        (("mlp", "--trace", "."), "Is a directory"),
+        (("mlp", "--trace", "."), "got a folder"),
     ],
 )
 def test_bad_settings_are_one_line_that_names_what_is_valid(tmp_path, monkeypatch, capsys, arguments, named):
