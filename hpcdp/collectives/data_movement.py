@@ -220,17 +220,17 @@ def ibarrier(world: World | None = None) -> Operation[None]:
     return start("ibarrier", world, None)
 
 
-def run(name: str, world: World | None, x: Any, *others: Any, out: Array | None = None) -> Any:
+def run(name: str, world: World | None, x: Any, *arguments: Any, out: Array | None = None) -> Any:
     """Run an operation of this module, or an allgather, to its end; return its result.
 
     A repeated call of equal arrays inside a node is one kernel call, as long as the ranks announce the same counts.
     """
     world = ranks_of(world)
-    key = _key_of(name, x, others)
+    key = _key_of(name, x, arguments)
     repeated: _Repeated | None = None if key is None else world.kept.get(_Repeated, _NOTHING).get(key)
     if repeated is not None and (received := repeated.run(world, x, out)) is not None:
         return repeated.finish(received)
-    exchange = _EXCHANGES[name](name, world, x, *others, out)
+    exchange = _EXCHANGES[name](name, world, x, *arguments, out)
     result = run_exchange(exchange, world, x)
     if key is not None and exchange.moved is not None:
         known: dict[object, _Repeated | None] = world.keep(_Repeated, dict)
@@ -240,10 +240,10 @@ def run(name: str, world: World | None, x: Any, *others: Any, out: Array | None 
     return result
 
 
-def start(name: str, world: World | None, x: Any, *others: Any, out: Array | None = None) -> Operation[Any]:
+def start(name: str, world: World | None, x: Any, *arguments: Any, out: Array | None = None) -> Operation[Any]:
     """Start an operation of this module, or an allgather, by the name of its nonblocking function."""
     world = ranks_of(world)
-    return start_exchange(_EXCHANGES[name.removeprefix("i")](name, world, x, *others, out), world, x)
+    return start_exchange(_EXCHANGES[name.removeprefix("i")](name, world, x, *arguments, out), world, x)
 
 
 _NOTHING: dict[object, Any] = {}
@@ -254,7 +254,7 @@ _PLAIN = frozenset([int, str, type(None)])
 """Types of arguments of which equal values ask for the same."""
 
 
-def _key_of(name: str, x: Any, others: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def _key_of(name: str, x: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Return what calls must have in common to move alike; None for arrays that are copied first."""
     if type(x) is np.ndarray:
         if not x.flags.carray:
@@ -264,12 +264,12 @@ def _key_of(name: str, x: Any, others: tuple[Any, ...]) -> tuple[Any, ...] | Non
         shape = dtype = None
     else:
         return None
-    for value in others:
+    for value in arguments:
         if type(value) not in _PLAIN:
             if type(value) is not list:
                 return None
-            return name, shape, dtype, *(tuple(value) if type(value) is list else value for value in others)
-    return name, shape, dtype, others
+            return name, shape, dtype, *(tuple(value) if type(value) is list else value for value in arguments)
+    return name, shape, dtype, arguments
 
 
 @dataclass(frozen=True)
@@ -435,9 +435,9 @@ def allgather_exchange(name: str, world: World, x: Array, algorithm: str, out: A
     )
 
 
-def _check_algorithm(name: str, algorithm: str, usable: Sequence[str], others: Sequence[str] = ()) -> None:
+def _check_algorithm(name: str, algorithm: str, usable: Sequence[str], also_valid: Sequence[str] = ()) -> None:
     if algorithm not in ("auto", *usable):
-        expected = choices(["auto", *usable, *others])
+        expected = choices(["auto", *usable, *also_valid])
         raise UnsupportedError(name, where="algorithm", expected=expected, got=repr(algorithm))
 
 
