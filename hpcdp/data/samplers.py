@@ -230,20 +230,20 @@ class BatchSampler(Resumable):
             expected = "keep or discard with epoch_size"
             self.last = one_of("sampler", "last", last, ("keep", "discard"), expected=expected)
         self.epoch_size = None if epoch_size is None else whole_number("sampler", "epoch_size", epoch_size, 1)
-        self._rest: list[int] = []
+        self._rolled_over: list[int] = []
         self._began_with: list[int] = []
         """Samples left over when the last iteration began."""
 
     def batches(self, done: int | None = None) -> Iterator[np.ndarray]:
         """Yield int64 arrays of sample numbers; see `Resumable.batches`."""
         if done is None:
-            self._began_with = self._rest
+            self._began_with = self._rolled_over
         numbers: Iterable[int] = self.sampler
         if self.epoch_size is not None:
             numbers = islice(cycle(self.sampler), self.epoch_size * self.batch_size)
         if self.last == "rollover":
             numbers = [*self._began_with, *self.sampler]
-            self._rest = [int(number) for number in numbers[len(numbers) - len(numbers) % self.batch_size :]]
+            self._rolled_over = [int(number) for number in numbers[len(numbers) - len(numbers) % self.batch_size :]]
         source = islice(numbers, (done or 0) * self.batch_size, None)
         while batch := list(islice(source, self.batch_size)):
             if len(batch) == self.batch_size or self.last == "keep":
@@ -253,7 +253,7 @@ class BatchSampler(Resumable):
         """Return the number of batches of the next iteration."""
         if self.epoch_size is not None:
             return self.epoch_size if len(self.sampler) else 0
-        total = len(self._rest) + len(self.sampler)
+        total = len(self._rolled_over) + len(self.sampler)
         return -(-total // self.batch_size) if self.last == "keep" else total // self.batch_size
 
     def set_epoch(self, epoch: int) -> None:
@@ -264,7 +264,7 @@ class BatchSampler(Resumable):
     def state_dict(self) -> dict[str, Any]:
         """Return `Ordered.state_dict` with the sampler's state, if it has one, and the samples left over."""
         inner = self.sampler.state_dict() if isinstance(self.sampler, Ordered) else None
-        return super().state_dict() | {"sampler": inner, "rest": self._rest, "began_with": self._began_with}
+        return super().state_dict() | {"sampler": inner, "rest": self._rolled_over, "began_with": self._began_with}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise `ConfigError` as `Ordered.check_state`, also for the sampler's state."""
@@ -275,7 +275,7 @@ class BatchSampler(Resumable):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue as `Ordered.load_state_dict`, with the samples left over."""
         super().load_state_dict(state)
-        self._rest, self._began_with = list(state["rest"]), list(state["began_with"])
+        self._rolled_over, self._began_with = list(state["rest"]), list(state["began_with"])
 
 
 class ShardedSampler(Resumable):

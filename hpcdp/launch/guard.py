@@ -95,12 +95,12 @@ class Guard:
         self._watch.also(0, self._read)
         # Children must not inherit the guard's descriptors: ssh keeps a connection open while a process holds them, and
         # the launcher would not notice that the guard was killed.
-        self._words, self._words_end = os.pipe()
-        os.set_blocking(self._words, False)
-        self._watch.also(self._words, self._copy)
+        self._output, self._output_end = os.pipe()
+        os.set_blocking(self._output, False)
+        self._watch.also(self._output, self._copy)
         # By pid: the launcher's number, and the Popen object, which would reap the process if it were deleted.
         self._started: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}
-        self._told_starts, self._told_ends = 0, set[int]()
+        self._num_reported, self._reported_ends = 0, set[int]()
         self._buffer = b""
         self._is_over = False
         self._heard_s = time.monotonic()
@@ -163,7 +163,7 @@ class Guard:
     def _copy(self) -> bool:
         """Copy the output of this host's processes to the launcher's stderr; return whether there was any."""
         try:
-            written = os.read(self._words, 1 << 16)
+            written = os.read(self._output, 1 << 16)
         except BlockingIOError:
             return False
         while written:
@@ -178,8 +178,8 @@ class Guard:
         process = subprocess.Popen(
             [_shell(), "-c", command],
             stdin=subprocess.DEVNULL,
-            stdout=self._words_end,
-            stderr=self._words_end,
+            stdout=self._output_end,
+            stderr=self._output_end,
             env=self._environ,
             preexec_fn=bound(),
         )
@@ -193,12 +193,12 @@ class Guard:
                     keep_to_interface(interface, pid)
 
     def _tell_of_ranks(self) -> None:
-        for start in self._watch.starts[self._told_starts :]:
+        for start in self._watch.starts[self._num_reported :]:
             tell({"rank": [start.rank, start.pid, hosts.cores_of(start.pid)]})
-        self._told_starts = len(self._watch.starts)
+        self._num_reported = len(self._watch.starts)
         for end in self._watch.ends():
-            if end.rank not in self._told_ends:
-                self._told_ends.add(end.rank)
+            if end.rank not in self._reported_ends:
+                self._reported_ends.add(end.rank)
                 tell({"rank_end": [end.rank, end.pid, end.status]})
 
     def _reap(self) -> None:
@@ -296,7 +296,7 @@ class Channel:
         self._buffer = b""
         from .mpirun_stderr import Banners, Quiet  # late: a guard does not need them
 
-        self._words, self._quiet = b"", Quiet()
+        self._login_output, self._quiet = b"", Quiet()
         self.banners = Banners()
         """The long messages of mpirun's daemons on failed ranks, kept back."""
         guard = shlex.join([sys.executable, "-P", "-c", _GUARD.format(str(_ROOT))])
@@ -355,15 +355,15 @@ class Channel:
         return bool(received)
 
     def _keep(self, words: bytes) -> None:
-        self._words = (self._words + words)[-_MOST_WORDS:]
+        self._login_output = (self._login_output + words)[-_MOST_WORDS:]
 
     def why_closed(self) -> tuple[str, str]:
         """Return the reason for a missing guard, the last line of ssh or the remote shell, and the remedy."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._ssh.wait(1)
-        while self.copy_words() and len(self._words) < _MOST_WORDS:
+        while self.copy_words() and len(self._login_output) < _MOST_WORDS:
             pass
-        words = self._words.decode(errors="replace")
+        words = self._login_output.decode(errors="replace")
         lines = [line.strip() for line in words.splitlines() if line.strip()]
         code = self._ssh.returncode
         if code in (126, 127) or "No module named 'hpcdp" in words:

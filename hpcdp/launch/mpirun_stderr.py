@@ -312,15 +312,15 @@ class Quiet:
     """A filter that drops mpirun's messages that report no error."""
 
     def __init__(self) -> None:
-        self._kept = b""
+        self._held = b""
         self._line = b""  # the shown part of an unfinished line
         self._rules = 0  # two for each message of Open MPI's whose final NUL has not come
 
     def pass_on(self, received: bytes) -> bytes:
         """Return output without known noise; the possible beginning of such a line is held until its end."""
         shown = []
-        for piece in re.findall(rb"[^\n]*\n|[^\n]+", self._kept + received):
-            self._kept = b""
+        for piece in re.findall(rb"[^\n]*\n|[^\n]+", self._held + received):
+            self._held = b""
             # A NUL ends a message of Open MPI's; other output may come before it.
             while self._rules >= 2 and not self._line and piece.startswith(b"\0"):
                 piece = piece[1:]
@@ -328,7 +328,7 @@ class Quiet:
             if not piece:
                 continue
             if not self._line and not piece.endswith(b"\n") and may_be_noise(piece):
-                self._kept = piece
+                self._held = piece
                 break
             if self._line or not _LINE.fullmatch(piece):
                 shown.append(piece)
@@ -339,7 +339,7 @@ class Quiet:
 
     def end(self) -> bytes:
         """Return the held output at end of file."""
-        held, self._kept = self._kept, b""
+        held, self._held = self._held, b""
         return held
 
 
@@ -393,7 +393,7 @@ _WORDS_RULE = re.compile(rb"^-{74}\n", re.MULTILINE)
 _OF_HYDRA = re.compile(rb"^\[(?:mpiexec|proxy)\S*\] \w+ \([^()]*\): (.*)\n", re.MULTILINE)
 _HOLD_S = 10.0
 _MOST_HELD, _MOST_TOLD = 1 << 16, 300
-_KEPT = 1000
+_RECENT_NBYTES = 1000
 _LONGEST_LINE = 10_000
 _KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
 
@@ -484,7 +484,7 @@ class MpirunStderr:
         self._output = None if shown is None else shown.errors(self._pass_on, self._may_be_shown)
         self._read, self.end = os.pipe()
         os.set_blocking(self._read, False)
-        self._quiet, self._kept = Quiet(), b""
+        self._quiet, self._recent = Quiet(), b""
         self._banners = None if with_banners else Banners()
         self.has_spoken = False
         """True if any output has been shown or is held."""
@@ -626,32 +626,32 @@ class MpirunStderr:
         return may
 
     def _hear(self, received: bytes) -> None:
-        self._kept += received
+        self._recent += received
         for reporter, pattern in (("mpirun", _LOST), ("Slurm", _NODE_FAILED)):
-            while match := pattern.search(self._kept):
+            while match := pattern.search(self._recent):
                 host = match[1].decode(errors="replace")
                 self._lost[host] = f"{reporter} has lost {host}"
-                self._kept = self._kept[match.end() :]
+                self._recent = self._recent[match.end() :]
         if self.named is None:
-            self.named = next(map(_named, filter(None, (named.search(self._kept) for named in _NAMED))), None)
-        if self.aborted is None and (match := _ABORTED.search(self._kept)):
+            self.named = next(map(_named, filter(None, (named.search(self._recent) for named in _NAMED))), None)
+        if self.aborted is None and (match := _ABORTED.search(self._recent)):
             self.aborted = int(match[1] or match[2])
-        if self.invoked is None and (match := _INVOKED.search(self._kept)):
+        if self.invoked is None and (match := _INVOKED.search(self._recent)):
             rank, exit_status = (int(group) for group in match.groups() if group is not None)
             self.invoked = Invoked(rank, exit_status % 256)
-        self.have_closed |= _CLOSED in self._kept
-        self.are_unread |= _UNREAD in self._kept
-        if self.missing is None and (match := _MISSING.search(self._kept)):
+        self.have_closed |= _CLOSED in self._recent
+        self.are_unread |= _UNREAD in self._recent
+        if self.missing is None and (match := _MISSING.search(self._recent)):
             self.missing = (match[1] or match[2]).decode(errors="replace")
-        if self.no_module is None and (match := _NO_MODULE.search(self._kept)):
+        if self.no_module is None and (match := _NO_MODULE.search(self._recent)):
             self.no_module = match[1].decode()
         self._of_tasks += received
         for match in _TASK.finditer(self._of_tasks):
             host, numbers, code, how = ((group or b"").decode(errors="replace") for group in match.groups())
             status = int(code) if code else _status_of(how)
             self._tasks += [] if status is None else [Tasks(host, numbers, status)]
-        self._of_tasks = self._of_tasks[self._of_tasks.rfind(b"\n") + 1 :][-_KEPT:]
-        self._kept = self._kept[-_KEPT:]
+        self._of_tasks = self._of_tasks[self._of_tasks.rfind(b"\n") + 1 :][-_RECENT_NBYTES:]
+        self._recent = self._recent[-_RECENT_NBYTES:]
 
     def _show(self, text: bytes) -> None:
         self._write(text if self._banners is None else self._banners.pass_on(text))

@@ -362,7 +362,7 @@ class Watch:
         self._next_look = time.monotonic() + _LOOK_S
         self._later = time.monotonic() + _LOOK_SOON_S
         self._ranks: dict[int, tuple[int, int]] = {}  # by pidfd: rank and pid
-        self._others: dict[int, Callable[[], object]] = {}
+        self._when_ready: dict[int, Callable[[], object]] = {}
         self.starts: list[Start] = []
         """The observed starts, in order."""
         self._ends: dict[int, End] = {}  # by rank, the first end first
@@ -384,12 +384,12 @@ class Watch:
 
     def also(self, descriptor: int, when_ready: Callable[[], object], event: int = select.EPOLLIN) -> None:
         """Call ``when_ready`` from `wait` whenever ``descriptor`` is ready for ``event``, until `no_more`."""
-        self._others[descriptor] = when_ready
+        self._when_ready[descriptor] = when_ready
         self._poll.register(descriptor, event)
 
     def no_more(self, descriptor: int) -> None:
         """Undo `also`; call this before closing the descriptor."""
-        if self._others.pop(descriptor, None) is not None:
+        if self._when_ready.pop(descriptor, None) is not None:
             self._poll.unregister(descriptor)
 
     def note(self, event: Start | End) -> None:
@@ -474,8 +474,8 @@ class Watch:
 
     def _see(self, timeout_s: float) -> None:
         for descriptor, _ in self._poll.poll(timeout_s):  # in the order in which they became ready
-            if descriptor in self._others:
-                self._others[descriptor]()
+            if descriptor in self._when_ready:
+                self._when_ready[descriptor]()
             elif descriptor in self._ranks:
                 self._poll.unregister(descriptor)
                 rank, pid = self._ranks[descriptor]

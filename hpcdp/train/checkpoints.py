@@ -189,7 +189,7 @@ class Checkpoints:
         """
         pending = self.manager.pending
         reason, is_under_way, is_old = self._agreement.exchange(
-            self._asked, pending and not self.manager.over, self._is_old(_LONG_S)
+            self._reason, pending and not self.manager.over, self._is_old(_LONG_S)
         )
         if pending and not is_under_way and not self._just_saved:
             self._wait()  # returns at once: the save is complete on all ranks
@@ -204,7 +204,7 @@ class Checkpoints:
 
     def where_all_meet(self, position: Position) -> bool:
         """Return whether the run stops after an epoch in which ranks did not step together; every rank must call."""
-        self._agreement.exchange(self._asked, 0, 0)
+        self._agreement.exchange(self._reason, 0, 0)
         reason = self._agreement.finish()[0]
         if reason:
             self._stop_here(position, Reason(reason))
@@ -250,7 +250,7 @@ class Checkpoints:
         return age_s >= max(least_s, _TIMES * took_s)
 
     @property
-    def _asked(self) -> Reason:
+    def _reason(self) -> Reason:
         return Reason.NONE if self.stop is None else self.stop.reason
 
     def _stop_here(self, position: Position, reason: Reason) -> None:

@@ -397,18 +397,18 @@ class SharedCount:
         self._world = init() if world is None else world
         self._store = AsyncStore("dist_async", self._world)
         self._store.init(_KEY, np.zeros((), np.int64))
-        self._given = 0
+        self._count = 0
 
     def __iter__(self) -> Iterator[int]:
         self._store.barrier()  # all ranks have finished the previous iteration
         first = int(self._store.pull(_KEY).wait())
         self._store.barrier()
-        self._given = 0
+        self._count = 0
         return self._numbers(first)
 
     def given(self) -> int:
         """Return the count of numbers yielded on all ranks in this iteration; every rank must call."""
-        return max(self._world.comm.allgather_json(self._given))
+        return max(self._world.comm.allgather_json(self._count))
 
     def close(self) -> None:
         """End this iteration on all ranks; one rank or several may call."""
@@ -416,5 +416,5 @@ class SharedCount:
 
     def _numbers(self, first: int) -> Iterator[int]:
         while (number := self._store.take(_KEY) - first) < _FAR:
-            self._given = number + 1
+            self._count = number + 1
             yield number

@@ -209,7 +209,7 @@ class StepReport:
         self.phase[DATA] = Phase(DATA, trace)
         self._trainer, self._world = trainer, world
         self._backwards: deque[tuple[int, int]] = deque(maxlen=3)  # updates may complete a step later
-        self._seen: Sequence[BucketTimes] = trainer.bucket_times
+        self._last_times: Sequence[BucketTimes] = trainer.bucket_times
         self.start_epoch()
 
     def start_epoch(self) -> None:
@@ -234,9 +234,9 @@ class StepReport:
         if self._steps > _LOOK_EVERY and self._steps % _LOOK_EVERY:
             return
         times = self._trainer.bucket_times
-        if times is self._seen or not times:
+        if times is self._last_times or not times:
             return
-        self._seen = times
+        self._last_times = times
         first_ns = min(bucket.ready_ns for bucket in times)
         started = [start_ns for start_ns, end_ns in self._backwards if start_ns <= first_ns <= end_ns]
         if not started:  # this rank had no samples in the step
