@@ -425,7 +425,7 @@ RUN_SUBFOLDER = "checkpoints"
 
 
 @dataclass(frozen=True)
-class Seen:
+class CheckpointSummary:
     """A checkpoint by its manifest and the sizes of its files."""
 
     step: int
@@ -443,7 +443,7 @@ class Overview:
     """The content of a folder of checkpoints."""
 
     path: Path
-    checkpoints: list[Seen]
+    checkpoints: list[CheckpointSummary]
     """Checkpoints, oldest first."""
     left_over: dict[Path, int]
     """Bytes of other folders by path, one of which ``writer`` may be writing."""
@@ -460,7 +460,7 @@ def overview(path: Path) -> Overview:
     if is_checkpoint(path):
         own = path.absolute()  # the path may be "."
         step = step_of(own) if is_named(own) else manifest.read(path).step
-        return Overview(path, [look_at(path, step)], {}, None)
+        return Overview(path, [summary_of(path, step)], {}, None)
     path = checkpoints_folder(path)
     writer = holder(path / NAME)  # first: a checkpoint completed meanwhile is not a left-over
     remains = {folder: size_of(folder) for folder in left_over(path)}
@@ -469,20 +469,18 @@ def overview(path: Path) -> Overview:
     saved = named | find(path)
     if not (saved or remains or writer):
         raise DataError("read checkpoints", where=path, expected="checkpoints", got="none")
-    looked_at = [look_at(saved[step], step) for step in sorted(saved)]
-    present = [
-        checkpoint for checkpoint in looked_at if os.path.lexists(checkpoint.path)
-    ]  # a job may have removed some
+    summaries = [summary_of(saved[step], step) for step in sorted(saved)]
+    present = [summary for summary in summaries if os.path.lexists(summary.path)]  # a job may have removed some
     return Overview(path, present, remains, writer)
 
 
-def look_at(path: Path, step: int) -> Seen:
+def summary_of(path: Path, step: int) -> CheckpointSummary:
     """Examine a checkpoint by its manifest and the sizes of its files."""
     try:
         saved = manifest.read(path)
     except DataError as error:
-        return Seen(step, path, None, f"{manifest.NAME}: {error.got}", size_of(path))
-    return Seen(step, path, saved, next(wrong_sizes(path, saved), None), size_of(path))
+        return CheckpointSummary(step, path, None, f"{manifest.NAME}: {error.got}", size_of(path))
+    return CheckpointSummary(step, path, saved, next(wrong_sizes(path, saved), None), size_of(path))
 
 
 def wrong_sizes(path: Path, saved: Manifest) -> Iterator[str]:
@@ -562,7 +560,7 @@ def offering_another(path: Path, used: Path) -> Iterator[None]:
     except DataError as error:
         if error.remedy is None and path != used and str(error.where).startswith(str(used)):
             saved = find(used.parent)
-            good = [step for step, folder in saved.items() if look_at(folder, step).damage is None]
+            good = [step for step, folder in saved.items() if summary_of(folder, step).damage is None]
             other = another(good, step_of(used))
             error.remedy = None if other is None else f"pass --step {other} for another checkpoint"
         raise

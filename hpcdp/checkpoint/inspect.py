@@ -470,7 +470,7 @@ def _same(x: flatten.Form, y: flatten.Form, rtol: float, atol: float) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
-class _Apart:
+class _DifferenceTally:
     """The number and greatest size of the differences between two tensors so far."""
 
     def __init__(self) -> None:
@@ -504,7 +504,7 @@ def _compared(
     atol: float,
     tell: Callable[[int], Any],
 ) -> str | None:
-    apart = _Apart()
+    apart = _DifferenceTally()
     for x, y in zip(pieces(a, tensors[0]), pieces(b, tensors[1]), strict=True):
         tell(x.nbytes)
         if np.array_equal(x.view(np.uint8), y.view(np.uint8)):
@@ -532,12 +532,12 @@ def _bits_differ(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return np.any(bits[0] != bits[1], axis=1)
 
 
-Writer = Callable[["Chosen", Path, Tell], None]
+Writer = Callable[["ExportSelection", Path, Tell], None]
 """A function that writes the chosen tensors to a new file."""
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ExportSelection:
     """The part of a checkpoint to export."""
 
     folder: Path
@@ -558,7 +558,7 @@ class Chosen:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-def choose_tensors(folder: Path, prefix: str = "") -> Chosen:
+def choose_tensors(folder: Path, prefix: str = "") -> ExportSelection:
     """Choose the tensors to export from the checkpoint in a folder.
 
     Args:
@@ -588,11 +588,11 @@ def choose_tensors(folder: Path, prefix: str = "") -> Chosen:
             others.append(name)
     if not tensors:
         raise ConfigError("export", where=f"--name {prefix}" if prefix else folder, expected="tensors", got="none")
-    return Chosen(folder, saved.step, form, tensors, saved, others, per_rank)
+    return ExportSelection(folder, saved.step, form, tensors, saved, others, per_rank)
 
 
 def export(
-    chosen: Chosen, path: Path, writer: Writer, overwrite: bool = False, tell: Tell = lambda nbytes: None
+    chosen: ExportSelection, path: Path, writer: Writer, overwrite: bool = False, tell: Tell = lambda nbytes: None
 ) -> int:
     """Write a temporary file, rename it to ``path`` when it is complete, and return its bytes.
 
@@ -660,7 +660,7 @@ def _folder_beside(path: Path) -> Iterator[Path]:
         own.release()
 
 
-def write_npz(chosen: Chosen, path: Path, tell: Tell) -> None:
+def write_npz(chosen: ExportSelection, path: Path, tell: Tell) -> None:
     """Write a file as NumPy's `savez`, piece by piece, with bfloat16 as float32, because NumPy does not have it.
 
     Raises:
@@ -689,7 +689,7 @@ _SAFETENSORS_DTYPES = {
 _SAFETENSORS_OWN = "__metadata__"
 
 
-def write_safetensors(chosen: Chosen, path: Path, tell: Tell) -> None:
+def write_safetensors(chosen: ExportSelection, path: Path, tell: Tell) -> None:
     """Write a file by the package safetensors, for which all elements must fit in memory.
 
     Raises:

@@ -22,7 +22,7 @@ from ..errors import ConfigError, DataError, printable, reason, shortened, to_st
 from ..launch.parser import Parser, add_command, at_least
 
 if TYPE_CHECKING:
-    from ..checkpoint.directory import Overview, Seen
+    from ..checkpoint.directory import CheckpointSummary, Overview
     from ..checkpoint.flatten import Form
     from ..checkpoint.inspect import TensorStatistics, Writer
     from ..checkpoint.manifest import Manifest, StoredTensor
@@ -363,14 +363,14 @@ def _folder_lines(folder: Overview) -> Iterator[str]:
         yield f"saving here: {folder.writer}"
 
 
-def _row(seen: Seen) -> tuple[str, ...]:
+def _row(seen: CheckpointSummary) -> tuple[str, ...]:
     manifest, state = seen.manifest, "damaged" if seen.damage else "complete"
     written = "" if manifest is None else _local_time(manifest.written)
     ranks = "" if manifest is None else str(manifest.world.get("size", "?"))
     return f"{seen.step}", written, _size(seen.nbytes), ranks, state
 
 
-def _with_metrics(line: str, seen: Seen) -> Iterator[str]:
+def _with_metrics(line: str, seen: CheckpointSummary) -> Iterator[str]:
     metrics = _numbers(seen.manifest.metrics) if seen.manifest is not None else ""
     if len(line) + 2 + len(metrics) <= _columns():
         yield f"{line}  {metrics}".rstrip()

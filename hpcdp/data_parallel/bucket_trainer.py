@@ -170,9 +170,8 @@ class BucketTrainer(BaseTrainer, FitsSaved):
         if self.virtual_shards is not None:
             fix_arithmetic(self.world)
         for param in params:
-            param.data = from_host(
-                of_rank_0(param.data, self.world.comm), param.data
-            )  # a copy: the program's array may be read-only
+            # a copy: the program's array may be read-only
+            param.data = from_host(of_rank_0(param.data, self.world.comm), param.data)
         show_to_profiler(params, self.world)
         layout, overlap = plan(described(params), bucket_cap_mb, room_for=room_for), False if adding else overlap
         self.reducer = Reducer(

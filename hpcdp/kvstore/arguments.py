@@ -104,7 +104,7 @@ def can_wait(target: Any) -> bool:
     return hasattr(target, "data_hook")
 
 
-class Failed:
+class FailedPull:
     """The ``data_hook`` of a parameter whose pull failed, which raises the error at each read."""
 
     def __init__(self, pulled: PullHandle) -> None:
@@ -134,13 +134,13 @@ class PendingPull:
         try:
             self._pulled.wait()
         except Exception:
-            self._end(parameter, Failed(self._pulled))
+            self._end(parameter, FailedPull(self._pulled))
             raise
         self._end(parameter, None)  # after the wait, so that concurrent readers wait, too
         if threading.get_ident() == self._thread:
             self.waited(begin_ns, time.perf_counter_ns())
 
-    def _end(self, parameter: Any, hook: Failed | None) -> None:
+    def _end(self, parameter: Any, hook: FailedPull | None) -> None:
         with self._ending:
             if parameter.data_hook is self:
                 parameter.data_hook = hook
@@ -151,7 +151,7 @@ def array_of(parameter: Any) -> Array:
     try:
         return parameter.data
     except Exception:
-        if not isinstance(parameter.data_hook, Failed):
+        if not isinstance(parameter.data_hook, FailedPull):
             raise
         parameter.data_hook = None
         return parameter.data

@@ -38,7 +38,7 @@ from ..engine import Variable
 from ..errors import ConfigError
 from ..optim import Optimizer, Schedule
 from .arguments import Entry, Key, PullHandle, can_wait, checked_integer, merged
-from .client import Own, Transfer
+from .client import Transfer, WorkerKeyState
 from .handlers import AWAY, BACK, Requests, Table, no_updater, require_same_by_name
 from .server import NO_STATE, VALUE, Message, MessageKind, Server
 from .store import WorldStore, residuals_of
@@ -65,7 +65,7 @@ class AsyncStore(WorldStore):
             raise ConfigError("kvstore", where=kind, expected="an MPI library with MPI_THREAD_MULTIPLE", got="less")
         self._of_group = CommunicationLane.of(group)
         super().__init__(kind, world, self._of_group.engine, COMMUNICATION)
-        self._own: dict[Key, Own] = {}
+        self._own: dict[Key, WorkerKeyState] = {}
         self._sent_schedule: Schedule | None = None
         """Schedule of this worker's learning rate that servers have."""
         self._watchdog = ProgressEngine.of(world).watchdog
@@ -117,7 +117,7 @@ class AsyncStore(WorldStore):
             item = self._table.items[key]
             like = np.broadcast_to(np.zeros((), item.dtype), item.shape)
             self._entries[key] = Entry(key, like, self._engine.variable(f"key {key!r}"))
-            self._own[key] = Own(item)
+            self._own[key] = WorkerKeyState(item)
             self._own[key].compress(self._compression)
 
     def _assign(self, values: dict[Key, Array]) -> None:
@@ -242,12 +242,12 @@ class AsyncStore(WorldStore):
             self._sent_schedule = copy.deepcopy(rate)
         return rate
 
-    def _is_quick(self, own: Own) -> bool:
+    def _is_quick(self, own: WorkerKeyState) -> bool:
         """Return whether a push needs no other process, so that it takes no longer than a copy for a later task."""
         item = own.item
         return self._updater.by_parts and not item.in_order and item.cells[0] is not None and self._may_push(own)
 
-    def _may_push(self, own: Own) -> bool:
+    def _may_push(self, own: WorkerKeyState) -> bool:
         cell = own.item.cells[0]
         return cell is None or self._table.may_go_on(cell, self.rank)
 

@@ -44,7 +44,7 @@ class TransferStatistics:
 
 
 @dataclass
-class Own:
+class WorkerKeyState:
     """A worker's own state of a key."""
 
     item: Item
@@ -67,7 +67,7 @@ class Own:
         return [wire[place] for place in self.codes.places]
 
 
-class _First:
+class _FirstError:
     """The first error of several parts, raised after all of them have been processed."""
 
     def __init__(self) -> None:
@@ -139,7 +139,9 @@ class Transfer:
         self.statistics = TransferStatistics()
         self._table, self._number, self._server, self._worker = table, number, server, worker
 
-    def push(self, own: Own, value: np.ndarray, rate: Rate, out: Array | None, turn: SendPriority | None) -> Steps:
+    def push(
+        self, own: WorkerKeyState, value: np.ndarray, rate: Rate, out: Array | None, turn: SendPriority | None
+    ) -> Steps:
         """Push a flat ``value``, and copy the key's new value to ``out``, of the key's shape, if it is given."""
         item, table = own.item, self._table
         if turn is not None:
@@ -160,7 +162,7 @@ class Transfer:
                 message.rate = math.nan if isinstance(rate, Schedule) else rate
                 message.payload, message.coded = encoded[number], own.codes is not None
                 requests.append((_Place(item, number), self._ask(part.server, message, item)))
-        version, failure = 0, _First()
+        version, failure = 0, _FirstError()
         for number, (part, cell) in enumerate(zip(item.parts, item.cells, strict=True)):
             if cell is None:
                 continue
@@ -185,7 +187,7 @@ class Transfer:
             _put_back(flat, out)
 
     def pull(
-        self, own: Own, out: Array, rows: np.ndarray | None, versions: list[int], turn: SendPriority | None
+        self, own: WorkerKeyState, out: Array, rows: np.ndarray | None, versions: list[int], turn: SendPriority | None
     ) -> Steps:
         """Copy the key's value to ``out``, of its shape, and append its version to ``versions``.
 
@@ -201,7 +203,7 @@ class Transfer:
         if rows is not None:
             flat[:] = 0
         requests: list[tuple[_Place, PendingRequest]] = []
-        version, failure = 0, _First()
+        version, failure = 0, _FirstError()
         places = [_Place(item, number, rows) for number in range(len(item.parts))]
         for number, (place, cell) in enumerate(zip(places, item.cells, strict=True)):
             if cell is None:
@@ -270,7 +272,7 @@ class Transfer:
             f"more than {table.staleness} pushes behind (staleness={table.staleness})",
         )
 
-    def _count(self, own: Own, version: int, pulled: bool) -> None:
+    def _count(self, own: WorkerKeyState, version: int, pulled: bool) -> None:
         counted = self.statistics
         stale = max(0, version - 1 - own.seen)
         counted.pushes += 1
@@ -391,7 +393,7 @@ class Transfer:
         else:
             self._table.write_state(cell, message)
 
-    def held(self, own: Own, which: int) -> Sharded:
+    def held(self, own: WorkerKeyState, which: int) -> Sharded:
         """Return copies of the parts that this worker serves; worker 0 returns all where servers keep the key.
 
         ``which`` is the number of an optimizer state, or `VALUE`.

@@ -34,7 +34,7 @@ from ..engine import Variable
 from ..errors import MismatchError
 from .arguments import STORABLE, Entry, Key, PullHandle, carry, fill, sum_into
 from .store import KVStore
-from .sync import Reached, SyncStore
+from .sync import MilestoneRequest, SyncStore
 from .updaters import Updater
 
 MOST_KEYS = (1 << OPERATION_BITS) - 1
@@ -46,7 +46,7 @@ _RATE_POSTED, _RATES_READ, _PHASES = 1, 2, 2
 
 
 @dataclass
-class _Held:
+class _KeyParameter:
     """A key in the form of a parameter, for `GpuReduction`."""
 
     name: str
@@ -77,13 +77,13 @@ class GpuKey:
 
     def post_rate(self, number: int, rate: float) -> Steps:
         """Post the learning rate of round ``number``, once the node's ranks have read that of the last round."""
-        yield [Reached(self._milestones, _milestone(number - 1, _RATES_READ))]
+        yield [MilestoneRequest(self._milestones, _milestone(number - 1, _RATES_READ))]
         self._rates[self._memory.rank] = rate
         self._milestones.post(_milestone(number, _RATE_POSTED))
 
     def compare_rates(self, number: int) -> Steps:
         """Raise `MismatchError` on all ranks of the node if their learning rates of a round differ."""
-        yield [Reached(self._milestones, _milestone(number, _RATE_POSTED))]
+        yield [MilestoneRequest(self._milestones, _milestone(number, _RATE_POSTED))]
         rates = self._rates.tolist()
         self._milestones.post(_milestone(number, _RATES_READ))
         at = next((at for at, rate in enumerate(rates) if rate != rates[0]), None)
@@ -111,7 +111,7 @@ class GpuKeys:
         self, values: Mapping[Key, Array], world: World, comm: Communicator, rail: Communicator | None, signature: int
     ) -> None:
         names = [f"key {key!r}" for key in values]
-        held = [_Held(name, value) for name, value in zip(names, values.values(), strict=True)]
+        held = [_KeyParameter(name, value) for name, value in zip(names, values.values(), strict=True)]
         layout = _layout(held)
         self._streams = streams = Streams(Device.of(held[0].data))
         with streams.on_device():
@@ -194,7 +194,7 @@ def _milestone(number: int, phase: int) -> int:
     return (number - 1) * _PHASES + phase
 
 
-def _layout(held: Sequence[_Held]) -> Layout:
+def _layout(held: Sequence[_KeyParameter]) -> Layout:
     """Return a layout with one bucket for each key, because keys are pushed one by one."""
     dtypes = tuple(np.dtype(key.data.dtype) for key in held)
     slots = tuple(Slot(key.name, tuple(key.data.shape), number, 0) for number, key in enumerate(held))

@@ -200,7 +200,7 @@ Attempt = Callable[[], Message | None]
 """A function that tries to answer a request; None, or a message of kind HELD, means not yet."""
 
 
-class Answers(Protocol):
+class RequestHandler(Protocol):
     """The handler of requests for one store."""
 
     def answer(self, source: int, message: Message) -> Attempt:
@@ -308,7 +308,7 @@ class Server:
         # Separate servers cannot duplicate the communicator: they may never learn of a store.
         self.comm = group.comm if has_servers else group.comm.duplicate()
         self._workers = group.size - group.num_servers
-        self.stores: dict[int, Answers] = {}
+        self.stores: dict[int, RequestHandler] = {}
         self._left: dict[int, set[int]] = {}
         """By store: this rank once it has left, and the ranks of `_below` whose subtrees have left."""
         own, workers = self.comm.rank, self._workers
@@ -365,7 +365,7 @@ class Server:
         """
         self._count_left(store, self.comm.rank)
 
-    def serve(self, store: int, answers: Answers) -> None:
+    def serve(self, store: int, answers: RequestHandler) -> None:
         """Answer requests for a store until all of its workers have left."""
         with self._counting:
             self.stores[store] = answers

@@ -10,10 +10,10 @@ and rails are those of `data_parallel`. Ranks post their progress with a key in 
   or five mappings for each key, 13,000 keys were too many.
 - `Rows`: rows of a key that ranks push to, and milestones of a round: arrived (posted first by `RowExchange`), row
   filled, part summed, value new.
-- `Coded`: a round with compression. Each rank encodes its push, part by part. The owner of a part exchanges its node's
-  codes with the owners of that part on other nodes, and sums the decoded pushes of all ranks in rank order. So all
-  nodes get the same bits, and nothing is encoded twice. Each rank sends (nodes - 1) w bytes for w bytes of one rank's
-  codes. Source: MXNet's kvstore, where workers encode, and servers decode and add.
+- `CompressedPushes`: a round with compression. Each rank encodes its push, part by part. The owner of a part exchanges
+  its node's codes with the owners of that part on other nodes, and sums the decoded pushes of all ranks in rank order.
+  So all nodes get the same bits, and nothing is encoded twice. Each rank sends (nodes - 1) w bytes for w bytes of one
+  rank's codes. Source: MXNet's kvstore, where workers encode, and servers decode and add.
 - `DirectPushPull`, `RowExchange`: a push and its pull in one, in the calling thread. As in an allreduce, data moves by
   a staging buffer: a rank stages the n - 1 of n parts that others own, reads their n - 1 contributions to its own part,
   writes the sum to the buffer, its output and its part of the value, and copies the other sums. It waits once for each
@@ -161,10 +161,10 @@ class Rows:
         """Return the ranks of the node that have pushed less often than this one."""
         return self.milestones.behind(self.rounds * self.phases + COME)
 
-    def post(self, number: int, phase: int) -> Reached:
+    def post(self, number: int, phase: int) -> MilestoneRequest:
         """Post a milestone of round ``number``, and return the request that waits for all ranks of the node."""
         self.milestones.post(number * self.phases + phase)
-        return Reached(self.milestones, number * self.phases + phase)
+        return MilestoneRequest(self.milestones, number * self.phases + phase)
 
     def post_rate(self, rate: float) -> None:
         """Publish this rank's learning rate of a round, before the round's first post."""
@@ -211,7 +211,7 @@ class Rows:
         return total
 
 
-class Reached:
+class MilestoneRequest:
     """A request that completes when all ranks of the node have posted a milestone."""
 
     def __init__(self, milestones: ProgressCounters, milestone: int) -> None:
@@ -226,7 +226,7 @@ class Reached:
         self._milestones.wait(self._milestone)
 
 
-class Coded:
+class CompressedPushes:
     """The compressed pushes of a key; every rank of the node must make it.
 
     Args:
@@ -385,7 +385,7 @@ class _Push:
     entry: Entry
     rows: Rows
     updater: Updater
-    coded: Coded | None
+    coded: CompressedPushes | None
     """Encoder, with compression."""
     number: int = 0
     """Number of the round, set by `begin`."""
@@ -425,7 +425,7 @@ class SyncStore(WorldStore):
         self._rows: dict[Key, Rows] = {}
         self._direct = DirectPushPull(self._memory)
         self._exchanges: dict[Key, RowExchange] = {}
-        self._coded: dict[Key, Coded] = {}
+        self._coded: dict[Key, CompressedPushes] = {}
         self._held_nbytes = [0] * self._memory.size
         self._neighbors = world.node_comm.allgather_json(world.rank)
         self._members = [self._neighbors] if self._rail is None else self._rail.comm.allgather_json(self._neighbors)
@@ -488,7 +488,9 @@ class SyncStore(WorldStore):
 
     def _code(self, key: Key) -> None:
         if self._compression is not None:
-            self._coded[key] = Coded(self._compression, self._rows[key], self._memory, self._rail, self._members)
+            self._coded[key] = CompressedPushes(
+                self._compression, self._rows[key], self._memory, self._rail, self._members
+            )
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """See `KVStore.pushpull`."""

@@ -12,7 +12,7 @@ from ..autograd.tape import catch_up
 from ..core.arrays import Array, Device, on_device_of, require_devices, to_device_of
 from ..core.checks import instance, instances
 from ..errors import ConfigError, DeviceError
-from .jit.tracing import Look, array_of
+from .jit.tracing import ChangeDetector, array_of
 from .module import Module, Parameter, lacks_shapes
 from .virtual_shards import KeepsStatistics
 
@@ -66,7 +66,7 @@ class Replicas(Module):
         _require_on(net, self.devices[0])
         if len(self.devices) > 1:
             net.require_parts_of_this_rank("Replicas")
-        self._look = Look()
+        self._look = ChangeDetector()
         self._copies = {device: None if lacks_shapes(net) else _Copy(net, device) for device in self.devices[1:]}
 
     def __getstate__(self) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from ..core.environment import enter_replica, replica_number
 from ..errors import ConfigError, DataError, MismatchError, UnsupportedError, type_named
 from ..nn import Module
 from ..nn.functional import require_per_sample
-from ..nn.jit.tracing import Look
+from ..nn.jit.tracing import ChangeDetector
 
 if TYPE_CHECKING:
     from ..data_parallel.base_trainer import BaseTrainer
@@ -355,7 +355,7 @@ class Pipeline(Module):
         for stage, module in modules.items():
             setattr(self, str(stage), module)
         self.parameters()  # sets their names
-        self._look = Look()
+        self._look = ChangeDetector()
         self.replicas.closings.add(self._let_go)
 
     def _let_go(self) -> None:

@@ -33,7 +33,7 @@ from ..checkpoint.flatten import (
     of_ranks,
     overlaps,
 )
-from ..checkpoint.inspect import Chosen, Tell, read_tensors
+from ..checkpoint.inspect import ExportSelection, Tell, read_tensors
 from ..comm import World
 from ..core.arrays import BFLOAT16, bits, of_bits
 from ..core.state import Saved, Stateful, unquoted
@@ -333,7 +333,7 @@ def _(value: DistributedDataParallel, world: World) -> Stateful:
     return _Wrapped(value)
 
 
-def write(chosen: Chosen, path: Path, tell: Tell) -> None:
+def write(chosen: ExportSelection, path: Path, tell: Tell) -> None:
     """Write a file by `torch.save` that `torch.load` reads with ``weights_only``; all elements must fit in memory.
 
     Args:

@@ -53,7 +53,10 @@ _QUICK_TESTS, _LOOK_S = 20, 0.01
 ones, which tell the watchdog that somebody waits.
 """
 
-Finish = Callable[[Any], None]
+_PATIENT = timedelta(minutes=5)
+"""The shortest timeout that is left to the watchdog where nobody waits for a work itself."""
+
+Finish = Callable[[Any], object]
 """A function that copies the result of an operation to the caller's tensors."""
 
 
@@ -110,7 +113,7 @@ class Work(dist._Work):  # type: ignore[misc]
         self,
         operations: Sequence[Operation[Any]],
         result: Sequence[torch.Tensor],
-        finish: Callable[[], None] | None = None,
+        finish: Callable[[], object] | None = None,
         timeout: timedelta = timedelta(0),
         group: ProcessGroup | None = None,
     ) -> None:
@@ -697,10 +700,6 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         engine.push(call, lane=lane)
 
 
-_PATIENT = timedelta(minutes=5)
-"""The shortest timeout that is left to the watchdog where nobody waits for a work itself."""
-
-
 def _wait_for_all(works: Sequence[Work]) -> None:
     for work in works:
         work.wait()
@@ -784,16 +783,10 @@ def _flat(tensor: torch.Tensor, moves: bool = False) -> Array:
 
 def _target(tensor: torch.Tensor, flat: bool = False, moves: bool = False) -> tuple[Array, Finish | None]:
     """Return an array that an operation may change for ``tensor``, and the function that copies it back, if needed."""
-    if tensor.is_contiguous():
-        array = _array(tensor, moves)
-        return (array.reshape(-1) if flat else array), None
-    copy = tensor.detach().contiguous()
-    array = _array(copy, moves)
-    return (array.reshape(-1) if flat else array), lambda _: _fill(tensor, copy)
-
-
-def _fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    tensor.detach().copy_(values)
+    source = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
+    array = _array(source, moves)
+    finish = None if source is tensor else lambda _: tensor.detach().copy_(source)
+    return (array.reshape(-1) if flat else array), finish
 
 
 def _joined(tensors: Sequence[torch.Tensor], moves: bool = False) -> Array:

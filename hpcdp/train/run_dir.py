@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from ..checkpoint import directory, flatten
-from ..checkpoint.directory import look_at
+from ..checkpoint.directory import summary_of
 from ..comm import World
 from ..comm.consistency import on_rank_0
 from ..core.environment import explained
@@ -307,7 +307,7 @@ def settled(settings: Mapping[str, Any], launched: bool) -> TrainConfig:
 def is_finished(config: TrainConfig) -> bool:
     """Return whether the run to resume is complete, according to its newest checkpoint, if that looks undamaged."""
     paths = directory.find(Path(str(config.resume)) / CHECKPOINTS)
-    newest = look_at(paths[max(paths)], max(paths)) if paths else None
+    newest = summary_of(paths[max(paths)], max(paths)) if paths else None
     if newest is None or newest.manifest is None or newest.damage is not None:
         return False
     next_epoch, ended = (flatten.below(newest.manifest.state, f"position/{name}") for name in ("epoch", "ended"))

@@ -281,7 +281,7 @@ def test_verify(run, saved, folder):
     assert run("verify", folder / "step-0000000300", folder / "step-0000000200")[0] == 1
 
 
-@pytest.mark.parametrize("place", ["look_at", "size_of"])
+@pytest.mark.parametrize("place", ["summary_of", "size_of"])
 def test_ls_leaves_out_what_a_job_removes_meanwhile(place, run, folder, monkeypatch):
     remove_before(monkeypatch, directory, place, folder / "step-0000000100")
     status, out, error = run("ls", folder)

@@ -44,7 +44,7 @@ _MOST_AT_ONCE = 64
 Key = tuple[Any, ...]
 
 
-class _Known:
+class _TracedGraph:
     """Traced graph and its plans: several if a call precedes the backward of another."""
 
     def __init__(self, traced: Graph, inputs: Sequence[Tensor], recording: bool) -> None:
@@ -68,7 +68,7 @@ class _ThreadPlans(threading.local):
     """Plans of one thread; modes and the tape are thread-local."""
 
     def __init__(self) -> None:
-        self.known: OrderedDict[Key, _Known] = OrderedDict()
+        self.known: OrderedDict[Key, _TracedGraph] = OrderedDict()
         self.modules: object = None
         """Stamp of all modules at which ``attributes`` were checked."""
         self.attributes: list[Any] = []
@@ -149,7 +149,7 @@ class Hybrid:
         known.plans.append(new)
         return new.first(inputs)
 
-    def _planned(self, known: _Known, inputs: Sequence[Tensor]) -> Plan | CudaPlan | None:
+    def _planned(self, known: _TracedGraph, inputs: Sequence[Tensor]) -> Plan | CudaPlan | None:
         """Create a plan for inputs like ``inputs``, or return None if there can be none."""
         if not known.is_planned:
             return None
@@ -217,7 +217,7 @@ class Hybrid:
 
     def _trace(self, key: Key, inputs: Sequence[Tensor], here: _ThreadPlans) -> Any:
         graph, result = self._traced(inputs)
-        here.known[key] = _Known(graph, inputs, modes.recording)
+        here.known[key] = _TracedGraph(graph, inputs, modes.recording)
         while len(here.known) > _KEYS_KEPT:
             here.known.popitem(last=False)
         return result

@@ -36,7 +36,7 @@ state = _State()
 """Stamps of the attributes of all modules, and of the arrays and hooks of all parameters."""
 
 
-class Look:
+class ChangeDetector:
     """Detector that reports once after each change of any module, and at first."""
 
     def __init__(self) -> None:
