@@ -12,7 +12,7 @@ import termios
 import numpy as np
 import pytest
 
-from hpcdp import autograd, errors, kvstore
+from hpcdp import autograd, errors, kvstore, nn, optim
 from hpcdp.core.files import require_file
 from hpcdp.data.catalog import read_idx
 from hpcdp.errors import (
@@ -87,7 +87,12 @@ def test_files_and_keys_that_are_missing_can_be_caught_as_such(tmp_path):
         read_idx(tmp_path / "train-images")
     with pytest.raises(FileNotFoundError):
         require_file("read csv", tmp_path / "a.csv")
+    with pytest.raises(FileNotFoundError):
+        nn.SymbolBlock.load(tmp_path / "net")
     store = kvstore.create("local")
+    store.set_optimizer(optim.SGD(lr=0.1))
+    with pytest.raises(FileNotFoundError):
+        store.load_optimizer_states(tmp_path / "states")
     with pytest.raises(KeyError, match="init"):
         store.pull("w", out=np.zeros(1))
 

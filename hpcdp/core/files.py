@@ -425,6 +425,8 @@ def read(
                 arrays = {key: of_bits(file[key], BFLOAT16 if key in bfloat16 else "") for key in names}
         if not all(type(header[field]) is kind for field, kind in fields.items()):
             raise ValueError(f"the header {header!r}")
+    except FileNotFoundError:
+        raise MissingFileError(operation, where=path, expected=f"a file of {writer}", got="none") from None
     except Exception as error:  # zipfile, ast, tokenize, json and NumPy raise a dozen classes for damaged files
         got = (isinstance(error, OSError) and reason(error)) or str(error) or type(error).__name__
         raise DataError(operation, where=path, expected=f"a file of {writer}", got=got) from error

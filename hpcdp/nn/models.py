@@ -25,7 +25,7 @@ from ..core import hdf5
 from ..core.arrays import bits, dtype_of
 from ..core.checks import lengths, one_of, whole_number, whole_numbers
 from ..core.files import own_part_of, replaced
-from ..errors import ConfigError, DataError, HpcdpError, UnsupportedError, reason
+from ..errors import ConfigError, DataError, HpcdpError, MissingFileError, UnsupportedError, reason
 from .functional import relu
 from .init import Initialiser, Normal, Xavier
 from .jit.graph import (
@@ -389,11 +389,14 @@ class SymbolBlock(Module):
 
         Raises:
             ConfigError: ``path`` is a folder.
-            DataError: a file is missing, damaged, or from another export. The error names it.
+            MissingFileError: there is no such file.
+            DataError: a file is damaged, or from another export. The error names it.
         """
         description, parameters = _files("load", path)
         try:
             content = json.loads(description.read_text())
+        except FileNotFoundError:
+            raise MissingFileError("load", where=description, expected="an exported graph", got="none") from None
         except OSError as error:
             raise DataError("load", where=description, expected="an exported graph", got=reason(error)) from error
         except (ValueError, RecursionError) as error:

@@ -233,11 +233,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 remedy="wrap the model with owner='rank' to use another class",
             )  # fmt: skip
         if not isinstance(model, DistributedDataParallel) or model.owner != "shard" or model.backward_pass.awaits_step:
-            raise ConfigError(
-                "ShardedOptimizer", where="model",
-                expected="a DistributedDataParallel(module, owner='shard') without a ShardedOptimizer",
-                got=type(model).__name__,
-            )  # fmt: skip
+            got = type(model).__name__
+            if isinstance(model, DistributedDataParallel):
+                got = "one with owner='rank'" if model.owner != "shard" else "one that has a ShardedOptimizer"
+            expected = "a DistributedDataParallel(module, owner='shard') without a ShardedOptimizer"
+            raise ConfigError("ShardedOptimizer", where="model", expected=expected, got=got)
         self._backward = model.backward_pass
         self._world = model.world
         for param in self._backward.params.values():
