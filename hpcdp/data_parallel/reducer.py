@@ -443,7 +443,7 @@ class Reducer:
         self.barrier()
         self.holds_sums = True
 
-    def sum_rows(self, bucket: Bucket) -> None:
+    def reduce_shard(self, bucket: Bucket) -> None:
         """Sum this rank's shard of one bucket, as `reduce_shards` does for all; only where `sums_rows`."""
         self.reduction.reduce([bucket])
 

@@ -692,7 +692,7 @@ class ShardedUpdate(UpdateStrategy):
                     arrays = piece.rule.arrays_of(state)
                     fused.REDUCING_RULES[name](bucket.rows, piece.first, piece.last, flat, *arrays, coefficients)
             else:
-                reducer.sum_rows(bucket)
+                reducer.reduce_shard(bucket)
                 self._update_own(bucket, pieces, step, scale)
         reducer.barrier()
 

@@ -336,7 +336,7 @@ _moved: Any = WeakTensorKeyDictionary()
 
 
 class TorchParameter:
-    """`hpcdp.data_parallel.buckets.Parameter` over a ``torch.nn.Parameter``.
+    """`hpcdp.data_parallel.buckets.ParameterLike` over a ``torch.nn.Parameter``.
 
     Args:
         name: the name in ``module.named_parameters()``.
