@@ -27,7 +27,6 @@ from .. import __version__, comm
 from ..collectives import ALGORITHMS, allreduce, registry
 from ..collectives.cost_model import ETHERNET, Link, MachineModel, Rates, predicted_s
 from ..collectives.intra_node import can_share
-from ..collectives.registry import Table
 from ..comm import World
 from ..comm.communicator import Steps, resolve
 from ..comm.consistency import on_rank_0
@@ -743,21 +742,16 @@ def show(world: World) -> None:
         remedy = "start it with the ranks of hpcdp tune: hpcdp launch -n 2 -- hpcdp tune --show"
         raise ConfigError("tune --show", where=where, expected=expected, got="none", remedy=remedy)
     several = len(table["fingerprint"]["ranks_per_node"]) > 1
-    _say(world, [f"# {where}", *_fingerprint_lines(table)])
+    facts = {
+        name: listed(value, 8) if isinstance(value, list) else value for name, value in table["fingerprint"].items()
+    }
+    _say(world, [f"# {where}", *(f"# {name.replace('_', ' ')}: {value}" for name, value in facts.items())])
     _say(world, _comments([*describe(registry.machine(world), several), _GAIN_IS]))
     for collective, ranges in table["choices"].items():
         baseline = registry.baseline_of(collective)
         rows = [line(row, baseline) for row in table["measured"].get(collective, [])]
         _say(world, ["", f"# {collective}", heading(baseline), *rows])
         _say(world, _comments([f"auto: {_as_text(ranges)}"]))
-
-
-def _fingerprint_lines(table: Table) -> list[str]:
-    return [f"# {name.replace('_', ' ')}: {_short(value)}" for name, value in table["fingerprint"].items()]
-
-
-def _short(value: Any) -> str:
-    return listed(value, 8) if isinstance(value, list) else str(value)
 
 
 def _as_text(ranges: Sequence[Sequence[Any]]) -> str:

@@ -20,7 +20,7 @@ from .run_dir import RunFolder
 _REFRESH_S = 0.1
 _LOG_EVERY_S = 10.0
 _COLUMNS = 79
-_PARTS = 1000
+_SUM_OF_SHARES = 1000
 """The sum of measured shares, which are integers so that files keep them exactly."""
 
 
@@ -403,9 +403,9 @@ def adapted(used: Sequence[float], seconds: Sequence[float], batch_size: int) ->
     if min(seconds) <= 0:
         return list(used)
     speeds = [share / spent for share, spent in zip(used, seconds, strict=True)]
-    least = max(1.0, _PARTS / batch_size)
+    least = max(1.0, _SUM_OF_SHARES / batch_size)
     mean = [(share / total + speed / sum(speeds)) / 2 for share, speed in zip(used, speeds, strict=True)]
-    return [float(round(max(least, _PARTS * share))) for share in mean]
+    return [float(round(max(least, _SUM_OF_SHARES * share))) for share in mean]
 
 
 class StatesOfCallbacks:
