@@ -240,7 +240,8 @@ def does_not_fit(
     shapes = ", ".join(str(tuple(x.shape)) for x in arrays)
     if len(arrays) > 1:
         expected = "operands of compatible shapes"
-        return UnsupportedError(called.name, expected=expected, got=shapes, remedy=str(error))
+        details = "" if "broadcast together" in str(error) else f": {error}"  # that text repeats the shapes
+        return UnsupportedError(called.name, expected=expected, got=f"shapes {shapes}{details}")
     return UnsupportedError(called.name, expected=f"arguments valid for an operand of shape {shapes}", got=str(error))
 
 

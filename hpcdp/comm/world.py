@@ -452,8 +452,9 @@ class World:
         if self.parent is not None:
             self.parent._parts[:] = [reference for reference in self.parent._parts if reference() not in (None, self)]
             self.parent._lasting_parts[:] = [part for part in self.parent._lasting_parts if part is not self]
+        closed = f"a world of {self.size} rank{'s' * (self.size > 1)} after close()"
         refuse(
-            self, ConfigError, None, expected="an open world", got=f"the one of {self.size} ranks after close()",
+            self, ConfigError, None, expected="an open world", got=closed,
             remedy="make another one: world.split(color)",
         )  # fmt: skip
         for release in self.closings.living():

@@ -210,7 +210,7 @@ def same_names(
         if name not in own or name not in names_in_state:
             held, lacks = (holder, "the state") if name in own else ("the state", holder)
             where = f"{called} {name!r}" if called else name
-            raise ConfigError(operation, where=where, expected=f"it in {lacks}", got=f"it in {held} only")
+            raise ConfigError(operation, where=where, expected=f"an entry in {lacks}, as in {held}", got="none")
 
 
 def not_copied(name: str, got: str, remedy: str | None = None, what: str = "its state") -> Callable[[object], NoReturn]:

@@ -145,7 +145,7 @@ class AsyncStore(WorldStore):
 
     @contextlib.contextmanager
     def _changing_updater(self) -> Iterator[None]:
-        """Let workers meet for a new updater in this context; a refused one leaves the last one, as on servers."""
+        """Synchronize the workers for a new updater in this context; a refused one leaves the last one in place."""
         before = self._updater
         try:
             with self._world.meeting():

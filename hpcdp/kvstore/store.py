@@ -480,7 +480,7 @@ class KVStore(abc.ABC):
         """Wait until all workers have called and their pushes have taken effect; raise the error of an own push."""
 
     def _meeting(self) -> AbstractContextManager[object]:
-        """Return the context of a call for which all workers meet."""
+        """Return the context of a call that synchronizes all workers."""
         return contextlib.nullcontext()
 
     def _agreed(self, check: Callable[[], T]) -> T:

@@ -790,7 +790,7 @@ def _target(tensor: torch.Tensor, flat: bool = False, moves: bool = False) -> tu
 
 
 def _joined(tensors: Sequence[torch.Tensor], moves: bool = False) -> Array:
-    """Return the elements of all tensors one after another, shape ``(count,)``; a copy unless they lie so."""
+    """Return the elements of all tensors one after another, shape ``(count,)``; a copy unless they are contiguous."""
     joined = _adjacent(tensors)
     if joined is None:
         joined = _flat(torch.cat([tensor.detach().reshape(-1) for tensor in tensors]), moves)
@@ -798,7 +798,7 @@ def _joined(tensors: Sequence[torch.Tensor], moves: bool = False) -> Array:
 
 
 def _adjacent(tensors: Sequence[torch.Tensor]) -> Array | None:
-    """Return the elements of tensors that lie one after another in memory; None if they do not."""
+    """Return the elements of tensors that are contiguous, one after another in memory; None if they are not."""
     first = tensors[0]
     end = first.data_ptr()
     for tensor in tensors:

@@ -155,7 +155,7 @@ class Refusing:
 @pytest.mark.parametrize(
     ("change", "fields"),
     [
-        (lambda s: s.pop("scale"), {"where": "scale", "got": "network"}),
+        (lambda s: s.pop("scale"), {"where": "scale", "expected": "the network", "got": "none"}),
         (lambda s: s.update(more=np.ones(1)), {"where": "more"}),
         (lambda s: s.update(scale=np.ones(3)), {"where": "scale", "expected": (2,), "got": (3,)}),
         (lambda s: s.update(scale=[1.0, 2.0]), {"where": "scale", "expected": (2,), "got": "list"}),
