@@ -134,7 +134,8 @@ def fetch(urls: tuple[str, ...], path: Path, md5: str, timeout_s: float = 30.0) 
             except urllib.error.HTTPError as error:
                 reasons.append(f"{_host_of(url)}: HTTP {error.code} {error.reason}")
             except urllib.error.URLError as error:
-                reasons.append(f"{_host_of(url)}: no network ({error.reason})")
+                why = reason(error.reason) if isinstance(error.reason, OSError) else error.reason
+                reasons.append(f"{_host_of(url)}: no network ({why})")
             except (OSError, http.client.HTTPException, ValueError) as error:
                 if isinstance(error, OSError) and error.errno in _OF_DISKS:
                     raise DataError(
