@@ -1,23 +1,30 @@
 """Messages between two ranks, of arrays whose shape and dtype the receiver need not know.
 
-A message says the shape and dtype of its array. Up to `SHORT_NBYTES` it carries the data as well; longer data follow in
-a message of their own, which is received in place. Messages from one rank with one tag arrive in the order in which
-they were sent, whichever of them is waited for first, and go to the first receive that was started for them.
+A message says the shape and dtype of its array. It carries short data as well. Longer data follow in a message of their
+own, which is received in place; a receiver in the sender's node reads them in the sender's memory instead
+(`comm.mailbox`). Messages from one rank with one tag arrive in the order in which they were sent, whichever of
+them is waited for first, and go to the first receive that was started for them.
+
+A blocking call for arrays like those of an earlier one is a single compiled call if the other rank is in the node.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import Any, overload
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
 from ..comm import World
 from ..comm.communicator import OPERATION_BITS, Communicator, PolledRequest, Request, StepsTo, make_tag
-from ..comm.tasks import Operation, ProgressEngine
+from ..comm.mailbox import COMPLETE, OFFER_WORDS, SPINS, YIELDS, Mailbox
+from ..comm.tasks import Operation, ProgressEngine, TaskGroup
 from ..core.arrays import Array, dtype_of_char, in_kind_of_sender, kind_number
 from ..core.checks import whole_number
+from ..core.state import protection_of
 from ..errors import MismatchError
 from .data_movement import ArrayT
 from .staging import (
@@ -32,22 +39,25 @@ from .staging import (
     ranks_of,
 )
 
-SHORT_NBYTES = 8 << 10
-"""The longest data that the message with the shape carries: they are copied, but need no second message."""
+SHORT_NBYTES, SHORT_IN_NODE_NBYTES = 8 << 10, 64 << 10
+"""The longest data that the message with the shape carries, by MPI and inside a node: they are copied, but need no
+second message, and no answer of the receiver.
+"""
 
 _TAG_BITS = OPERATION_BITS + 5
 _MOST_TAG = (1 << _TAG_BITS) - 1
-_DTYPE, _KIND, _AXES, _FOLLOWS, _SHAPE = range(5)
-"""Words of a message: the dtype, the kind (`kind_number`), the axes, whether data follow, and then the shape."""
+_DTYPE, _KIND, _AXES, _DATA, _SHAPE = range(5)
+"""Words of a message: the dtype, the kind (`kind_number`), the axes, where the data are, and then the shape."""
+_WITHIN, _FOLLOW, _OFFERED = range(3)
+"""Where the data are: in the message, in the next one, or in the memory of the sender (`Mailbox.offer`)."""
+_ANY = -1
 _WORD, _MOST_AXES = 8, 64
-_MOST_HEADER = _WORD * (_SHAPE + _MOST_AXES)
+_MOST_HEADER = _WORD * (_SHAPE + _MOST_AXES + OFFER_WORDS)
 """The longest message without data."""
 _MOST_KNOWN = 4096
-"""The most kinds of short messages whose beginning a rank keeps."""
-_SPINS, _YIELDS = 300, 2000
-"""Tests for a message before a blocking receive yields its core, if each rank has one, and before it naps: some 0.3 ms
-and a millisecond.
-"""
+"""The most kinds of messages whose calls a rank keeps."""
+_KERNEL_SPINS = 10_000
+"""Polls for a message in a kernel, some 0.3 ms."""
 
 
 @accepts_tensors
@@ -82,33 +92,69 @@ def isend(x: Array, dest: int, tag: int = 0, world: World | None = None) -> Oper
 
 def _sent(x: Array, dest: int, tag: int, world: World) -> tuple[list[Request], int]:
     """Start the messages with ``x``; return their requests, which keep the sent memory alive, and the receiver."""
-    known: dict[object, tuple[bytes, int]] = world.keep(_sent, dict)
+    known: dict[object, Callable[[np.ndarray], list[Request]]] = world.keep(_sent, dict)
     key = None
     if type(x) is np.ndarray and x.flags.carray and type(dest) is int and type(tag) is int:
         key = dest, tag, x.shape, x.dtype, kind_of_call()
-        if (again := known.get(key)) is not None:
-            header, number = again
-            return [world.comm.isend_whole(np.frombuffer(header + x.tobytes(), np.uint8), dest, number)], dest
-    dest, tag, comm = checked_root("send", dest, world, "dest"), _checked_tag("send", tag), world.comm
+        if (send := known.get(key)) is not None:
+            return send(x), dest
+    dest, tag = checked_root("send", dest, world, "dest"), _checked_tag("send", tag)
     host = movable("send", x)
-    follows = host.nbytes > SHORT_NBYTES
-    words = (ord(host.dtype.char), kind_number(kind_of_call()), host.ndim, follows, *host.shape)
-    nbytes = _WORD * len(words)
-    message = np.empty(nbytes + (0 if follows else host.nbytes), np.uint8)
-    message[:nbytes].view(np.int64)[:] = words
-    if follows:
-        data = comm.isend(bytes_of(host), dest, _tag(comm, tag, 1))
-        return [data, comm.isend_whole(message, dest, _tag(comm, tag, 0))], dest
-    message[nbytes:] = bytes_of(host)
+    send = _sender_of(host, dest, tag, world)
     if key is not None:
         if len(known) >= _MOST_KNOWN:
             known.clear()
-        known[key] = message[:nbytes].tobytes(), _tag(comm, tag, 0)
-    return [comm.isend_whole(message, dest, _tag(comm, tag, 0))], dest
+        known[key] = send
+    return send(host), dest
+
+
+def _header(x: np.ndarray, kind: int, data: int) -> np.ndarray:
+    """Return the message of an array like ``x`` before its data, int64."""
+    return np.array([ord(x.dtype.char), kind, x.ndim, data, *x.shape])
+
+
+def _sender_of(x: np.ndarray, dest: int, tag: int, world: World) -> Callable[[np.ndarray], list[Request]]:
+    """Return a function that sends arrays like ``x``, contiguous and in host memory, and returns the requests."""
+    comm, mailbox, kind = world.comm, _mailbox_of(world, dest), kind_number(kind_of_call())
+    is_short = x.nbytes <= (SHORT_NBYTES if mailbox is None else SHORT_IN_NODE_NBYTES)
+    number, data_number = (_tag(comm, tag, is_data) for is_data in (0, 1))
+    header = _header(x, kind, _WITHIN if is_short else _FOLLOW)
+    head = header.tobytes()
+
+    def by_mpi(x: np.ndarray) -> list[Request]:
+        data = [] if is_short else [comm.isend(bytes_of(x), dest, data_number)]
+        message = np.frombuffer(head + x.tobytes() if is_short else head, np.uint8)
+        return [*data, comm.isend_whole(message, dest, number)]
+
+    if mailbox is None:
+        return by_mpi
+    send, nothing = mailbox.sender(dest, tag), np.empty(0, np.uint8)
+
+    def by_copy(x: np.ndarray) -> list[Request]:
+        request = send(header, x.reshape(-1).view(np.uint8))
+        return [] if request is None else [request]
+
+    offered = _header(x, kind, _OFFERED)
+
+    def by_offer(x: np.ndarray) -> list[Request]:
+        data = bytes_of(x)
+        send_data = partial(comm.isend, data, dest, data_number)
+        offer = mailbox.offer(data, send_data)
+        request = send(header if offer is None else np.concatenate([offered, offer.words]), nothing)
+        return [send_data() if offer is None else offer, *([] if request is None else [request])]
+
+    return by_copy if is_short else by_offer
+
+
+def _mailbox_of(world: World, rank: int | None) -> Mailbox | None:
+    """Return the mailbox for messages with ``rank``, or with any rank; None if they go by MPI alone."""
+    mailbox: Mailbox | None = world.kept.get(Mailbox)
+    has_it = mailbox is not None and (mailbox.has_all if rank is None else rank in mailbox.local_of)
+    return mailbox if has_it else None
 
 
 def _wait_for_sent(requests: list[Request], x: Array, dest: int, world: World) -> None:
-    if not all(request.test() for request in requests):
+    if requests and not all(request.test() for request in requests):
         ProgressEngine.of(world).run(f"send to rank {dest}", _when_complete(requests), x, [dest])
 
 
@@ -144,7 +190,45 @@ def recv(out: Array | None = None, source: int | None = 0, tag: int = 0, world: 
         ConfigError: the tag is not valid.
     """
     world = ranks_of(world)
-    return _Receiving(out, source, tag, world).run(world)
+    received = _received_now(out, source, tag, world)
+    return _Receiving(out, source, tag, world).run(world) if received is None else received
+
+
+def _received_now(out: Array | None, source: int | None, tag: int, world: World) -> Any:
+    """Return what `recv` returns, from one kernel; None if the usual way is needed."""
+    if (type(source) is not int and source is not None) or type(tag) is not int:
+        return None
+    known: dict[object, _Known] = world.keep(_received_now, dict)
+    if out is None:
+        receive = known.get((source, tag))
+        if receive is None:
+            return None
+        out = np.empty(receive.shape, receive.dtype)
+    elif type(out) is np.ndarray and out.flags.carray:
+        receive = known.get((source, tag, out.shape, out.dtype))
+        if receive is None or protection_of(out) is not None:
+            return None
+    else:
+        return None
+    if receive.waiting or receive.active.running:
+        return None
+    sender = receive.now(out.reshape(-1).view(np.uint8))
+    if sender is None:
+        return None
+    return out if source is not None else (out, sender)
+
+
+class _Known(NamedTuple):
+    """How messages with arrays of one kind are received by a kernel."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    now: Callable[[np.ndarray], int | None]
+    """See `Mailbox.receiver`."""
+    waiting: deque[_Receive]
+    """Earlier receives with the tag, to which the message may belong."""
+    active: TaskGroup
+    """Operations in progress, which a kernel would hold up."""
 
 
 @overload
@@ -175,10 +259,10 @@ class _Receiving:
         if out is not None:
             check_array("recv", "out", out)
             check_writeable("recv", "out", out)
-        self._out, self._source = out, source
-        self._spins = _SPINS if world.cores >= world.local_size else 0
+        self._out, self._source, self._tag, self._world = out, source, tag, world
+        self._spins = SPINS if world.cores >= world.local_size else 0
         inbox: _Inbox | None = world.kept.get((_Inbox, tag))
-        self._inbox = inbox or world.keep((_Inbox, tag), lambda: _Inbox(world.comm, tag))
+        self._inbox = inbox or world.keep((_Inbox, tag), lambda: _Inbox(world, tag))
         self._receive: _Receive | None = None
         self.peers = [] if source is None else [source]
         """The ranks that it waits for, see `ProgressEngine.start`."""
@@ -188,12 +272,31 @@ class _Receiving:
         """The name in reports."""
         return "recv from any rank" if self._source is None else f"recv from rank {self._source}"
 
-    def run(self, world: World) -> Any:
-        """Receive, blocking; return what `recv` returns."""
+    def run(self, world: World, sent: Sequence[Request] = ()) -> Any:
+        """Receive, blocking, while messages are ``sent``; return what `recv` returns."""
         progress = ProgressEngine.of(world)
         if not progress.active.running and self._is_here_soon():
-            return self.result()
-        return progress.run(self.name, self.steps(), self._out, self.peers)
+            received = self.result()
+        else:
+            received = progress.run(self.name, self.steps(sent), self._out, self.peers)
+        self._remember(received if self._source is not None else received[0], progress.active)
+        return received
+
+    def _remember(self, received: Array, active: TaskGroup) -> None:
+        """Let `_received_now` receive arrays like this one."""
+        mailbox = _mailbox_of(self._world, self._source)
+        if mailbox is None or type(received) is not np.ndarray or not received.flags.carray:
+            return
+        known: dict[object, _Known] = self._world.keep(_received_now, dict)
+        if len(known) >= _MOST_KNOWN:
+            known.clear()
+        shape, dtype, is_short = received.shape, received.dtype, received.nbytes <= SHORT_IN_NODE_NBYTES
+        anonymous = self._out is None
+        header = _header(received, kind_number(None) if anonymous else _ANY, _WITHIN if is_short else _OFFERED)
+        spins = _KERNEL_SPINS if self._spins else 0
+        now = mailbox.receiver(self._source, self._tag, header, not is_short, spins)
+        key = (self._source, self._tag) if anonymous else (self._source, self._tag, shape, dtype)
+        known[key] = _Known(shape, dtype, now, self._inbox.waiting, active)
 
     def _is_here_soon(self) -> bool:
         """Start it; return whether a short message for it arrives while this thread spins, as most do."""
@@ -209,16 +312,20 @@ class _Receiving:
             raise
         return False
 
-    def steps(self) -> StepsTo[Any]:
-        """Run the receive as an algorithm, also after `_is_here_soon`."""
+    def steps(self, sent: Sequence[Request] = ()) -> StepsTo[Any]:
+        """Run the receive as an algorithm, also after `_is_here_soon`.
+
+        It tests what is ``sent``, too: the receiver of an `Offer` may wait for its answer before it sends to this rank.
+        """
         # In the first step, during which no other thread starts an operation.
         receive, inbox = self._receive or self._inbox.post(self._out, self._source), self._inbox
         self._receive = receive
         try:
             if not inbox.has_for(receive):
-                yield [PolledRequest(lambda: inbox.has_for(receive), _YIELDS, self._spins)]
-            assert receive.request is not None
-            yield [receive.request]
+                yield [PolledRequest(_testing(sent, lambda: inbox.has_for(receive)), YIELDS, self._spins)]
+            request = receive.request
+            assert request is not None
+            yield [PolledRequest(_testing(sent, request.test), YIELDS) if sent else request]
             return self.result()
         finally:
             inbox.drop(receive)
@@ -227,6 +334,17 @@ class _Receiving:
         """Return what `recv` returns, when the data are here."""
         assert self._receive is not None
         return self._receive.result(with_sender=self._source is None)
+
+
+def _testing(requests: Sequence[Request], test: Callable[[], bool]) -> Callable[[], bool]:
+    """Return ``test``, with tests of ``requests`` before it."""
+
+    def tested() -> bool:
+        for request in requests:
+            request.test()
+        return test()
+
+    return tested
 
 
 @overload
@@ -264,7 +382,9 @@ def sendrecv(
     world = ranks_of(world)
     receiving = _Receiving(out, source, tag, world)
     requests, dest = _sent(x, dest, tag, world)
-    received = receiving.run(world)
+    received = _received_now(out, source, tag, world)
+    if received is None:
+        received = receiving.run(world, requests)
     _wait_for_sent(requests, x, dest, world)
     return received
 
@@ -295,7 +415,7 @@ def isendrecv(
     requests, dest = _sent(x, dest, tag, world)
 
     def steps() -> StepsTo[Any]:
-        received = yield from receiving.steps()
+        received = yield from receiving.steps(requests)
         yield requests
         return received
 
@@ -312,13 +432,16 @@ class _Receive:
         self._out = out
         self._host: Any = None
 
-    def match(self, comm: Communicator, sender: int, message: np.ndarray, request: Request, tag: int) -> None:
-        """Take the message that has arrived from ``sender``; if data follow it, start to receive them."""
+    def match(self, inbox: _Inbox, sender: int, message: np.ndarray, request: Request) -> None:
+        """Take the message that has arrived from ``sender``; receive its data if they are elsewhere."""
         self.source, self._message, self.request = sender, message, request
-        if message.size <= _MOST_HEADER:  # data may follow; such a short message is complete at once
-            request.wait()
-            if _words(message)[_FOLLOWS]:
-                self.request = comm.irecv(bytes_of(self._memory()), sender, tag)
+        if message.size > _MOST_HEADER:
+            return
+        request.wait()  # such a short message is complete at once
+        where = _words(message)[_DATA]
+        if where != _WITHIN:
+            data = bytes_of(self._memory())
+            self.request = inbox.data_of(message, data, sender, where == _OFFERED)
 
     def _memory(self) -> np.ndarray:
         """Return the memory for the array that the message describes: ``out`` itself if possible."""
@@ -353,9 +476,11 @@ class _Receive:
 class _Inbox:
     """The receives of one tag that wait for a message, in the order in which they were started."""
 
-    def __init__(self, comm: Communicator, tag: int) -> None:
-        self._comm, self._tags = comm, [_tag(comm, tag, is_data) for is_data in (0, 1)]
-        self._waiting: deque[_Receive] = deque()
+    def __init__(self, world: World, tag: int) -> None:
+        self._comm, self._tag = world.comm, tag
+        self._numbers = [_tag(world.comm, tag, is_data) for is_data in (0, 1)]
+        self._mailbox: Mailbox | None = world.kept.get(Mailbox)
+        self.waiting: deque[_Receive] = deque()
         self._turn = threading.Lock()
         """Held by the thread that looks for messages: receives may be waited for by different threads."""
 
@@ -363,27 +488,45 @@ class _Inbox:
         """Start a receive."""
         receive = _Receive(out, source)
         with self._turn:
-            self._waiting.append(receive)
+            self.waiting.append(receive)
         return receive
 
     def drop(self, receive: _Receive) -> None:
         """End a receive that may still wait."""
         with self._turn:
             if receive.request is None:
-                self._waiting.remove(receive)
+                self.waiting.remove(receive)
 
     def has_for(self, receive: _Receive) -> bool:
         """Return whether a message for ``receive`` is here; never block."""
         with self._turn:
             while receive.request is None:
-                begun = self._comm.irecv_any(self._tags[0], receive.source)
+                begun = self._next_from(receive.source)
                 if begun is None:
                     return False
                 sender = begun[0]
-                first = next(other for other in self._waiting if other.source in (None, sender))
-                self._waiting.remove(first)
-                first.match(self._comm, *begun, self._tags[1])
+                first = next(other for other in self.waiting if other.source in (None, sender))
+                self.waiting.remove(first)
+                first.match(self, *begun)
             return True
+
+    def _next_from(self, source: int | None) -> tuple[int, np.ndarray, Request] | None:
+        """Return the sender, the message and its request of the next one from ``source`` or any rank, if there is."""
+        mailbox = self._mailbox
+        if mailbox is not None and (source is None or source in mailbox.local_of):
+            if (taken := mailbox.take(self._tag, source)) is not None:
+                return *taken, COMPLETE
+            if source is not None or mailbox.has_all:
+                return None
+        return self._comm.irecv_any(self._numbers[0], source)
+
+    def data_of(self, message: np.ndarray, data: np.ndarray, sender: int, is_offered: bool) -> Request:
+        """Receive the data that a message announces."""
+        receive = partial(self._comm.irecv, data, sender, self._numbers[1])
+        if not is_offered:
+            return receive()
+        assert self._mailbox is not None
+        return self._mailbox.fetch(_words(message)[-OFFER_WORDS:], data, receive)
 
 
 def _words(message: np.ndarray) -> np.ndarray:

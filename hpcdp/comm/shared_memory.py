@@ -213,6 +213,8 @@ class NodeMemory(Protocol):
 
     failure: HpcdpError | None
     """The error that the next `check` raises, once; set by a watchdog, see `roll_call.DifferentCalls`."""
+    meanwhile: Callable[[], object]
+    """What `check` also calls, see `mailbox.Mailbox.empty`."""
     patience: np.ndarray
     """Shape ``(2,)`` int64, for kernels that wait: polls before sleeping, and nanoseconds of sleep before a `check`."""
 
@@ -341,6 +343,7 @@ class ProcessMemory:
         self.size = comm.size
         self.patience = patience_for(comm.size, cores)
         self.failure: HpcdpError | None = None
+        self.meanwhile: Callable[[], object] = list
         self._comm = comm
         self._allocate = allocate
 
@@ -359,6 +362,7 @@ class ProcessMemory:
 
     def check(self) -> None:
         """See `NodeMemory.check`. The return to Python delivers signals, also the launcher's when a rank dies."""
+        self.meanwhile()
         if self.failure is not None:
             raise_failure(self)
 
@@ -372,6 +376,7 @@ class PrivateMemory:
     def __init__(self) -> None:
         self.patience = patience_for(1, 1)
         self.failure: HpcdpError | None = None
+        self.meanwhile: Callable[[], object] = list
 
     def alloc(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """Return an array of zeros."""

@@ -54,10 +54,11 @@ from ..core.environment import (
     record_exit_status,
     speaks,
 )  # fmt: skip
-from ..errors import ConfigError, LaunchError, UnsupportedError, to_stderr
+from ..errors import ConfigError, HpcdpError, LaunchError, UnsupportedError, to_stderr
 from . import shared_memory, thread_comm
 from .communicator import Communicator, count_workers
 from .consistency import FIELDS, Refused, compare_exchanges, refuse
+from .mailbox import Mailbox, words_for
 from .shared_memory import NodeMemory, PrivateMemory, ProcessMemory, memfd
 from .watchdog import Watchdog, limits_s
 from .world import World
@@ -609,6 +610,10 @@ def _world_of(
     )  # fmt: skip
     compare_exchanges(world)
     world.keep(Watchdog, lambda: Watchdog(world, *(limits if world.size > 1 else (0, 0))))
+    if memory.size == node_comm.size:  # else no memory is shared
+        with contextlib.suppress(HpcdpError):  # a limit of the job, on all ranks of the node: they use MPI
+            shared = memory.alloc((words_for(memory.size),), np.int32)
+            world.kept[Mailbox] = Mailbox(memory, shared, node_comm.allgather_json(world.rank), num_nodes == 1)
     return world
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import threading
@@ -18,6 +19,7 @@ from ..core.environment import enter_replica_of_thread
 from ..errors import ConfigError, HpcdpError, MismatchError, WorldAborted
 from .communicator import Request, Traffic, disagree, disagreement, name_of, reduce_in_order, resolve, split
 from .consistency import compare_exchanges
+from .mailbox import Mailbox, words_for
 from .shared_memory import patience_for, raise_failure
 from .world import World
 
@@ -298,6 +300,7 @@ class ThreadMemory:
         self.size = comm.size
         self.patience = patience
         self.failure: HpcdpError | None = None
+        self.meanwhile: Callable[[], object] = list
         self._comm = comm
         self._job = job
 
@@ -309,6 +312,7 @@ class ThreadMemory:
 
     def check(self) -> None:
         """See `NodeMemory.check`; also raises `WorldAborted` when a rank has failed."""
+        self.meanwhile()
         if self.failure is not None:
             raise_failure(self)
         self._job.check(lambda: False)
@@ -405,6 +409,8 @@ def _worlds(
     cores = len(os.sched_getaffinity(0))
     worlds = []
     places = [(node, local_rank) for node, size in enumerate(sizes) for local_rank in range(size)]
+    mail = [np.zeros(words_for(size), np.int32) for size in sizes]
+    firsts = list(itertools.accumulate(sizes, initial=0))
     for rank, (node, local_rank) in enumerate(places):
         comm, node_comm = ThreadCommunicator(everyone, rank), ThreadCommunicator(nodes[node], local_rank)
         world = World(
@@ -416,6 +422,8 @@ def _worlds(
             **(fields[rank] if fields else {}),
         )  # fmt: skip
         compare_exchanges(world)
+        ranks = range(firsts[node], firsts[node + 1])
+        world.kept[Mailbox] = Mailbox(world.node_memory, mail[node], ranks, len(sizes) == 1)
         worlds.append(world)
     return worlds
 

@@ -68,6 +68,7 @@ class Pool:
     def __init__(self, memory: NodeMemory) -> None:
         self.rank, self.size, self.patience = memory.rank, memory.size, memory.patience
         self.failure: HpcdpError | None = None
+        self.meanwhile: Callable[[], object] = list
         self._memory = memory
         self._block, self._used = np.empty(0, np.uint8), 0
 

@@ -14,8 +14,11 @@ import numpy as np
 import pytest
 
 import hpcdp
+from hpcdp import kernels
 from hpcdp.comm import thread_comm
-from hpcdp.errors import ConfigError, MismatchError, UnsupportedError
+from hpcdp.comm.mailbox import Mailbox
+from hpcdp.core.state import hold_together
+from hpcdp.errors import ConfigError, HpcdpError, MismatchError, UnsupportedError
 
 
 @pytest.mark.parametrize("nodes", [None, 1])
@@ -282,3 +285,131 @@ def test_a_class_that_the_receiver_has_not_imported_is_refused_and_nothing_runs(
         document = replaced.replace(b'"Point"', f'"{name}"'.encode().ljust(7)[:7])
         with pytest.raises((UnsupportedError, ValueError)):
             decoded(np.frombuffer(document, np.uint8).copy())
+
+
+def send_more_than_a_queue_holds(world):
+    """Every rank sends short arrays of two tags to every rank before anyone receives, more than there is room for."""
+    n, me, count = world.size, world.rank, 170
+    for _ in range(20):  # these are compared by messages, and later ones in memory
+        hpcdp.barrier(world)
+    for i in range(count):
+        for dest in range(n):
+            hpcdp.send(np.full(150 + i, 1000 * me + i), dest, i % 2, world)
+    if world.num_nodes == 1:
+        hpcdp.barrier(world)
+    for tag in (1, 0):
+        for i in range(tag, count, 2):
+            for source in reversed(range(n)):
+                got = hpcdp.recv(None, source, tag, world)
+                assert got.shape == (150 + i,) and (got == 1000 * source + i).all()
+    sums = hpcdp.allreduce(np.ones(3), world=world)
+    assert (sums == n).all()
+
+
+@pytest.mark.parametrize("nodes", [None, 2])
+def test_messages_without_room_arrive_in_order_also_while_their_receiver_waits_in_a_barrier(nodes):
+    for n in (1, 2, 3):
+        thread_comm.run(n, send_more_than_a_queue_holds, nodes)
+
+
+@pytest.mark.mpi
+def test_real_ranks_send_more_than_a_queue_holds():
+    send_more_than_a_queue_holds(hpcdp.init())
+
+
+def test_data_that_the_receiver_cannot_read_follow_as_a_message(monkeypatch):
+    exchange = kernels.load("shm_messages")
+    monkeypatch.setattr(exchange, "read_memory", lambda *_: False)
+    monkeypatch.setattr(exchange, "receive", lambda *_: exchange.REFUSED)
+
+    def rank(world):
+        n, me = world.size, world.rank
+        for i in range(4):
+            x, out = np.arange(9000 + i) * (me + 1), np.zeros(9000 + i, int)
+            hpcdp.sendrecv(x, (me + 1) % n, (me - 1) % n, out, world=world)
+            np.testing.assert_array_equal(out, np.arange(9000 + i) * ((me - 1) % n + 1))
+        return world.kept[Mailbox]._can_offer
+
+    assert thread_comm.run(3, rank) == [False] * 3
+
+
+def test_more_long_arrays_than_slots_are_under_way_at_once():
+    def rank(world):
+        other, count = 1 - world.rank, 300
+        arrays = [np.full(8400 + i, 10.0 * i + world.rank) for i in range(count)]
+        sends = [hpcdp.isend(x, other, 3, world) for x in arrays]
+        for i in range(count):
+            got = hpcdp.recv(None, other, 3, world)
+            assert got.shape == (8400 + i,) and (got == 10.0 * i + other).all()
+        for operation in sends:
+            operation.wait()
+
+    thread_comm.run(2, rank)
+
+
+def repeated_messages(world):
+    """Messages of the same kinds again and again, so that kernels receive them, among others that do not fit."""
+    n, me = world.size, world.rank
+    right, left = (me + 1) % n, (me - 1) % n
+    for i in range(40):
+        for count in (1, 700, 9000):
+            out = np.zeros(count)
+            x = np.arange(count) + 100.0 * i + me
+            got, source = hpcdp.sendrecv(x, right, None if i % 3 == 0 else left, out, 5, world), left
+            if i % 3 == 0:
+                got, source = got
+            assert got is out and source == left
+            np.testing.assert_array_equal(out, np.arange(count) + 100.0 * i + left)
+        if i % 5 == 0:  # another tag first, another shape, another dtype
+            hpcdp.isend(np.arange(3), right, 6, world).wait()
+            hpcdp.isend(np.full((2, 2), me, "c8"), right, 5, world).wait()
+            assert (hpcdp.recv(None, left, 5, world) == np.full((2, 2), left, "c8")).all()
+            assert hpcdp.recv(np.zeros(3, int), left, 6, world).tolist() == [0, 1, 2]
+            hpcdp.isend(np.full(4, me), right, 7, world).wait()
+            with pytest.raises(MismatchError):
+                hpcdp.recv(np.zeros(4), left, 7, world)
+        hpcdp.isend(np.full((i % 2, 3), me, "i2"), right, 8, world).wait()
+        assert hpcdp.recv(None, left, 8, world).shape == (i % 2, 3)
+
+
+@pytest.mark.parametrize("nodes", [None, 2])
+def test_repeated_messages(nodes):
+    for n in (1, 2, 3, 4):
+        thread_comm.run(n, repeated_messages, nodes)
+
+
+@pytest.mark.mpi
+def test_real_ranks_repeat_messages():
+    repeated_messages(hpcdp.init())
+
+
+def test_a_receive_of_a_world_that_has_been_closed_is_refused():
+    def rank(world):
+        part = world.split(0)
+        for _ in range(3):
+            hpcdp.sendrecv(np.zeros(2), 1 - part.rank, 1 - part.rank, np.zeros(2), world=part)
+        part.close()
+        with pytest.raises(ConfigError):
+            hpcdp.send(np.zeros(2), 0, world=part)
+        with pytest.raises(ConfigError):
+            hpcdp.recv(np.zeros(2), 0, world=part)
+
+    thread_comm.run(2, rank)
+
+
+def test_a_receive_into_memory_that_ranks_share_is_refused_also_when_repeated():
+    def rank(world):
+        other = 1 - world.rank
+        memory = world.node_memory.alloc((8,), np.float64)
+        for _ in range(2):
+            hpcdp.sendrecv(np.zeros(8), other, other, np.zeros(8), world=world)
+        if world.rank == 0:
+            hold_together(memory, 2)
+        hpcdp.barrier(world)
+        hpcdp.send(np.zeros(8), other, world=world)
+        with pytest.raises(HpcdpError):
+            hpcdp.recv(memory[:], other, world=world)
+        hpcdp.recv(None, other, world=world)
+        hpcdp.barrier(world)
+
+    thread_comm.run(2, rank)
