@@ -51,7 +51,7 @@ from hpcdp.bench.measure import (
 )
 from hpcdp.bench.tune import link_rates
 from hpcdp.collectives import ALGORITHMS, allreduce
-from hpcdp.collectives.registry import choose
+from hpcdp.collectives.algorithm_choice import choose
 from hpcdp.comm.communicator import resolve
 from hpcdp.core.checks import check_name
 from hpcdp.errors import ConfigError, UnsupportedError

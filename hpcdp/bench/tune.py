@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from .. import __version__, comm
-from ..collectives import ALGORITHMS, allreduce, registry
+from ..collectives import ALGORITHMS, algorithm_choice, allreduce
 from ..collectives.cost_model import ETHERNET, Link, MachineModel, Rates, predicted_s
 from ..collectives.intra_node import can_share
 from ..comm import World
@@ -358,10 +358,10 @@ def predictor(settings: Settings, world: World) -> tuple[Predictor | None, str]:
     """
     if world.size == 1:
         return None, "No predictions for a single rank."
-    if reason := registry.crowded(world):
+    if reason := algorithm_choice.crowded(world):
         return None, f"No predictions: {reason}, but the model assumes a core per rank."
-    if registry.loaded(world) is not None:
-        machine, basis = registry.machine(world), "as saved by hpcdp tune"
+    if algorithm_choice.loaded(world) is not None:
+        machine, basis = algorithm_choice.machine(world), "as saved by hpcdp tune"
     else:
         machine, basis = probe(world), "as measured now; hpcdp tune saves them"
     create = _of_messages if settings.benchmark in PAIRS else _of_collective
@@ -401,7 +401,7 @@ def _of_collective(settings: Settings, world: World, machine: MachineModel) -> P
     """Return the predictor of collectives, see `cost_model.predicted_s`; "auto" stands for the chosen algorithm."""
     collective, dtype = settings.benchmark.removeprefix("i"), np.dtype(settings.dtype)
     op = resolve(collective, settings.op, dtype) if settings.benchmark in REDUCING else None
-    topology = registry.topology(world)
+    topology = algorithm_choice.topology(world)
 
     def predicted_us(row: Row) -> dict[str, float]:
         nbytes: int = row["total_nbytes"] if "total_nbytes" in row else row["nbytes"]
@@ -410,9 +410,9 @@ def _of_collective(settings: Settings, world: World, machine: MachineModel) -> P
             if algorithm == "auto" and topology.nodes == 1 and topology.shared_memory:
                 algorithm = "shared"
             elif algorithm == "auto":
-                algorithm = registry.choose_movement(collective, nbytes, world)
+                algorithm = algorithm_choice.choose_movement(collective, nbytes, world)
         elif algorithm == "auto":
-            algorithm = registry.choose(collective, nbytes, dtype, op, world)
+            algorithm = algorithm_choice.choose(collective, nbytes, dtype, op, world)
         return {"predicted_us": 1e6 * predicted_s(collective, algorithm, nbytes, topology, machine)}
 
     return predicted_us
@@ -477,7 +477,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
 
     for name in arguments.collectives:
-        one_of("tune", "collective", name, registry.TUNED)
+        one_of("tune", "collective", name, algorithm_choice.TUNED)
     sizes = size_range(arguments.sizes or ("4:4M" if arguments.quick else "4:64M"), 4 if arguments.quick else 2)
     if sizes[0] < 4:
         raise ConfigError("tune -m", expected="4 bytes or more, a float32", got=arguments.sizes)
@@ -487,7 +487,7 @@ def main(argv: Sequence[str]) -> int:
         show(world)
         return 0
     if world.size > 1:
-        registry.fingerprint(world)
+        algorithm_choice.fingerprint(world)
         pin_to_own_core(world)
     effort = Effort.quick(sizes) if arguments.quick else Effort(sizes)
     return tune(world, effort, arguments.dry_run, arguments.collectives)
@@ -525,22 +525,22 @@ def tune(world: World, effort: Effort, dry_run: bool = False, collectives: Seque
         raise ConfigError("tune", expected="2 ranks or more", got="1", remedy="run hpcdp launch -n 2 -- hpcdp tune")
     check_memory("tune -m", world, effort.sizes[-1], 4)
     if not dry_run:
-        registry.check_folder(world)
+        algorithm_choice.check_folder(world)
     nodes = f"{world.num_nodes} node{'s' if world.num_nodes > 1 else ''}"
     facts = [f"hpcdp tune v{__version__}, {world.size} ranks on {nodes}, {world.library}"]
     with explained("measuring links and cores", world.rank == 0, sys.stderr):
         machine = probe(world)
-    crowded = registry.crowded(world)
+    crowded = algorithm_choice.crowded(world)
     facts += describe(machine, world.num_nodes > 1)
     facts += [f"no predictions: {crowded}, but the model assumes a core per rank"] if crowded else []
     _say(world, _comments([*facts, _GAIN_IS]))
-    before = registry.loaded(world) or {}
+    before = algorithm_choice.loaded(world) or {}
     choices, measured, faulty = dict(before.get("choices", {})), dict(before.get("measured", {})), 0
     # Blocks in the memory of a node have one way only.
-    usual = ALGORITHMS if can_share(world) else registry.TUNED
+    usual = ALGORITHMS if can_share(world) else algorithm_choice.TUNED
     for collective in collectives or usual:
         rows = []
-        names, baseline = usable(world, collective), registry.baseline_of(collective)
+        names, baseline = usable(world, collective), algorithm_choice.baseline_of(collective)
         title = textwrap.wrap(f"# {collective}: {', '.join(names)}", 80, subsequent_indent="# ")
         _say(world, ["", *title, heading(baseline)])
         incumbent = baseline
@@ -556,14 +556,14 @@ def tune(world: World, effort: Effort, dry_run: bool = False, collectives: Seque
         measured[collective] = merged(measured.get(collective, []), rows)
         known = measured[collective]
         choices[collective] = entries([row["nbytes"] for row in known], [row["chosen"] for row in known], baseline)
-    table = registry.make(world, machine, choices, measured)
+    table = algorithm_choice.make(world, machine, choices, measured)
     if faulty:
         _say(world, ["", f"# {faulty} elements were WRONG: nothing is saved"])
         return 1
     if dry_run:
         _say(world, ["", "# nothing is saved"])
     else:
-        _say(world, ["", f"# saved in {registry.save(world, table)}"])
+        _say(world, ["", f"# saved in {algorithm_choice.save(world, table)}"])
     return 0
 
 
@@ -578,8 +578,8 @@ def _say(world: World, lines: Iterable[str]) -> None:
 
 def usable(world: World, collective: str) -> list[str]:
     """Return the algorithms of ``collective`` that can run in ``world``; every rank must call."""
-    if collective in registry.MOVEMENTS:
-        return registry.movements(collective, world)
+    if collective in algorithm_choice.MOVEMENTS:
+        return algorithm_choice.movements(collective, world)
     names = []
     for name in ALGORITHMS[collective]:
         x = np.ones(world.size, np.float32)
@@ -616,7 +616,7 @@ def measure(world: World, collective: str, names: Sequence[str], nbytes: int, ef
     """
     how = CollectiveSweep(collective, np.dtype(np.float32))
     count = nbytes // 4 // _parts(collective, world)
-    baseline = registry.baseline_of(collective)
+    baseline = algorithm_choice.baseline_of(collective)
     buffers = Buffers(how, count, world)
 
     def timed(algorithms: Sequence[str], schedule: MeasuringSchedule) -> tuple[dict[str, Any], dict[str, int]]:
@@ -656,7 +656,7 @@ def _finals(nbytes: int, once_us: float, effort: Effort) -> Any:
     return replace(schedule, turns=max(3, min(schedule.turns, affordable)))
 
 
-def chosen(gain: dict[str, float], incumbent: str, baseline: str = registry.LIBRARY) -> str:
+def chosen(gain: dict[str, float], incumbent: str, baseline: str = algorithm_choice.LIBRARY) -> str:
     """Return the algorithm for a size.
 
     Args:
@@ -676,8 +676,8 @@ def merged(before: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> 
     return [by_size[nbytes] for nbytes in sorted(by_size)]
 
 
-def entries(sizes: Sequence[int], names: Sequence[str], baseline: str = registry.LIBRARY) -> list[list[Any]]:
-    """Return the choices in the form of `registry.Table`, as pairs of a largest size and an algorithm.
+def entries(sizes: Sequence[int], names: Sequence[str], baseline: str = algorithm_choice.LIBRARY) -> list[list[Any]]:
+    """Return the choices in the form of `algorithm_choice.Table`, as pairs of a largest size and an algorithm.
 
     Between two sizes with different choices, and below a smallest size of more than 64 bytes, the baseline runs.
     Above the largest size the last choice holds if that size is at least 16 MB; otherwise there is no choice.
@@ -707,7 +707,7 @@ def predictions(
     world: World, machine: MachineModel, collective: str, nbytes: int, algorithms: Iterable[str]
 ) -> dict[str, float]:
     """Return the microseconds that the model predicts by algorithm; every rank must call."""
-    nodes = registry.topology(world)
+    nodes = algorithm_choice.topology(world)
     return {name: 1e6 * predicted_s(collective, name, nbytes, nodes, machine) for name in algorithms}
 
 
@@ -735,8 +735,8 @@ def show(world: World) -> None:
     Raises:
         ConfigError: there is no table; on every rank.
     """
-    table = registry.loaded(world)
-    where = on_rank_0(world.comm, lambda: str(registry.path(registry.fingerprint(world))))
+    table = algorithm_choice.loaded(world)
+    where = on_rank_0(world.comm, lambda: str(algorithm_choice.path(algorithm_choice.fingerprint(world))))
     if table is None:
         expected = f"a table for this number of ranks ({world.size}) and nodes ({world.num_nodes})"
         remedy = "start it with the ranks of hpcdp tune: hpcdp launch -n 2 -- hpcdp tune --show"
@@ -746,9 +746,9 @@ def show(world: World) -> None:
         name: listed(value, 8) if isinstance(value, list) else value for name, value in table["fingerprint"].items()
     }
     _say(world, [f"# {where}", *(f"# {name.replace('_', ' ')}: {value}" for name, value in facts.items())])
-    _say(world, _comments([*describe(registry.machine(world), several), _GAIN_IS]))
+    _say(world, _comments([*describe(algorithm_choice.machine(world), several), _GAIN_IS]))
     for collective, ranges in table["choices"].items():
-        baseline = registry.baseline_of(collective)
+        baseline = algorithm_choice.baseline_of(collective)
         rows = [line(row, baseline) for row in table["measured"].get(collective, [])]
         _say(world, ["", f"# {collective}", heading(baseline), *rows])
         _say(world, _comments([f"auto: {_as_text(ranges)}"]))

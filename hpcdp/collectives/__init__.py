@@ -7,8 +7,8 @@ Public functions:
 - `point_to_point`: messages between two ranks. `objects`: Python objects.
 
 - `staging`: checks of arrays, and their copies in host memory.
-- `registry`: the algorithms of each collective, among them the reference and the MPI library's own, and the choice
-  between them.
+- `algorithm_choice`: the algorithms of each collective, among them the reference and the MPI library's own, and the
+  choice between them.
 - `cost_model`: predicted times, and measured links.
 
 The algorithms:
@@ -24,6 +24,7 @@ The allreduce of compressed messages is in `hpcdp.compression`.
 """
 
 from ..comm.communicator import Monoid
+from .algorithm_choice import ALGORITHMS
 from .api import (
     allgather,
     allreduce,
@@ -62,7 +63,6 @@ from .objects import (
     send_object,
 )
 from .point_to_point import irecv, isend, isendrecv, recv, send, sendrecv
-from .registry import ALGORITHMS
 
 __all__ = [
     "ALGORITHMS",

@@ -19,10 +19,10 @@ from ..core.arrays import Array, from_host, is_float, on_device_of
 from ..core.checks import number
 from ..core.state import protection_of, refuse_change
 from ..errors import UnsupportedError
-from . import data_movement, registry
+from . import algorithm_choice, data_movement
+from .algorithm_choice import CHOICES, Algorithm, find
 from .blocks import offsets
 from .data_movement import ArrayT, started
-from .registry import CHOICES, Algorithm, find
 from .staging import (
     accepts_tensors,
     bring_back,
@@ -652,7 +652,7 @@ def _planned(
     if plan is None:
         factors = _factors(operation, prescale, postscale)
         with world.meeting(), Watchdog.of(world).watching(operation, x):
-            if algorithm == "auto" and not registry.is_loaded(world):
+            if algorithm == "auto" and not algorithm_choice.is_loaded(world):
                 # The choice exchanges node data, so check first that all ranks made this call.
                 progress = ProgressEngine.of(world)
                 progress.finish()

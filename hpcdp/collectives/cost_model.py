@@ -1,5 +1,7 @@
 """The cost model of collectives: predicted seconds from a `MachineModel` and a `Topology`.
 
+`algorithm_choice` calls it where `hpcdp tune` has measured nothing. `hpcdp bench` and `hpcdp tune` print predictions.
+
 A message of m bytes takes ``alpha + m beta`` seconds, and reducing it into another array ``m gamma`` more (Thakur,
 Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005, section 3; Chan et al.,
 "Collective communication: theory, practice, and experience", 2007, section 3). The model adds four things:

@@ -25,8 +25,8 @@ from ..comm.watchdog import Watchdog
 from ..core.arrays import Array, dtype_name, dtype_of_char, from_host, in_kind_of_sender, kind_number
 from ..core.checks import choices, described
 from ..errors import UnsupportedError
+from . import algorithm_choice, intra_node
 from . import blocks as block_algorithms
-from . import intra_node, registry
 from .blocks import BlockLayout, Blocks, offsets
 from .staging import accepts_tensors, bring_back, bytes_of, check_like, checked_root, kind_of_call, movable, ranks_of
 
@@ -43,7 +43,9 @@ def _none(_: Any) -> None:
     return None
 
 
-OF_ONE_LENGTH = [name for name in registry.ALGORITHMS["allgather"] if name not in registry.MOVEMENTS["allgatherv"]]
+OF_ONE_LENGTH = [
+    name for name in algorithm_choice.ALGORITHMS["allgather"] if name not in algorithm_choice.MOVEMENTS["allgatherv"]
+]
 """The algorithms of an allgather whose arrays may not differ in the length of axis 0."""
 _MOST_AXES = 64
 """The most axes of a NumPy array."""
@@ -420,7 +422,7 @@ def _steps_of(exchange: Exchange, world: World) -> StepsTo[Any]:
 
 def allgather_exchange(name: str, world: World, x: Array, algorithm: str, out: Array | None, *facts: str) -> Exchange:
     """Return the exchange of an allgather; all ranks must pass the same ``facts``."""
-    _check_algorithm(name, algorithm, registry.movements("allgatherv", world), OF_ONE_LENGTH)
+    _check_algorithm(name, algorithm, algorithm_choice.movements("allgatherv", world), OF_ONE_LENGTH)
     host = np.atleast_1d(movable(name, x))
     row, dtype = host.shape[1:], host.dtype
 
@@ -447,10 +449,10 @@ def _algorithm_named(algorithm: str) -> list[str]:
 
 
 def prepare_choice(world: World) -> None:
-    """Gather what `registry.choose_movement` and the algorithms need to know of all ranks; every rank must call."""
+    """Gather the facts about all ranks that the choice and the algorithms need; every rank must call."""
     if world.size > 1:
-        registry.topology(world)
-        registry.machine(world)
+        algorithm_choice.topology(world)
+        algorithm_choice.machine(world)
     if 1 < world.num_nodes < world.size:
         block_algorithms.nodes_of(world)
 
@@ -460,7 +462,7 @@ def parts_of_all(ends: Sequence[int], world: World, algorithm: str = "auto") -> 
     if algorithm == "auto" and sum(first < last for first, last in itertools.pairwise(ends)) == 1:
         algorithm = "tree"
     elif algorithm == "auto":
-        algorithm = registry.choose_movement("allgatherv", ends[-1], world)
+        algorithm = algorithm_choice.choose_movement("allgatherv", ends[-1], world)
     return block_algorithms.allgather_layout(ends, world.rank), algorithm
 
 
@@ -517,7 +519,7 @@ def alltoall_exchange(
 ) -> Exchange:
     """Return the exchange of an alltoall; arguments as for `alltoall`."""
     n, rank = world.size, world.rank
-    usable = registry.movements("alltoall", world, splits is None)
+    usable = algorithm_choice.movements("alltoall", world, splits is None)
     _check_algorithm(name, algorithm, usable)
     host, rows = _divided(name, x, splits, n)
     if splits is None and len(host) % n:
@@ -532,7 +534,7 @@ def alltoall_exchange(
     def moved_by(nbytes: int) -> str:
         if algorithm != "auto":
             return algorithm
-        return registry.choose_movement("alltoall", nbytes, world, splits is None)
+        return algorithm_choice.choose_movement("alltoall", nbytes, world, splits is None)
 
     def plan_of_even(counts: np.ndarray) -> Moved:
         layout = block_algorithms.even_alltoall_layout(length * width, n, rank)

@@ -17,8 +17,8 @@ from hpcdp import collectives
 from hpcdp.bench import command, communication, measure, tune
 from hpcdp.bench.measure import Series
 from hpcdp.collectives import cost_model
+from hpcdp.collectives.algorithm_choice import Algorithm
 from hpcdp.collectives.cost_model import ETHERNET, FABRIC, Link, Topology
-from hpcdp.collectives.registry import Algorithm
 from hpcdp.comm import World, thread_comm
 from hpcdp.comm.tasks import run_until_complete
 from hpcdp.core.arrays import dtype_of
@@ -120,7 +120,7 @@ def test_osu_full_columns(capsys: pytest.CaptureFixture[str]) -> None:
 def test_predictions_stand_behind_osu_s_columns(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tune.registry, "crowded", lambda world: "")
+    monkeypatch.setattr(tune.algorithm_choice, "crowded", lambda world: "")
     monkeypatch.setattr(tune, "probe", lambda world: ETHERNET)
     bench(2, "allreduce", "-m", "64:64", "-f", "-c", "--predict")
     *_, heading, line = capsys.readouterr().out.splitlines()
@@ -381,7 +381,7 @@ def test_a_plot_compares_turn_by_turn(name: str, turns: int, tmp_path: Path, mon
 def test_predictions_stand_beside(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tune.registry, "crowded", lambda world: "")
+    monkeypatch.setattr(tune.algorithm_choice, "crowded", lambda world: "")
     if name not in ("latency", "allreduce"):  # one of messages and one collective measure links, as all would
         monkeypatch.setattr(tune, "probe", lambda world: ETHERNET)
     report = tmp_path / "report.json"
@@ -416,7 +416,7 @@ def test_ranks_that_share_cores_get_no_prediction(
 
 
 def test_predictions_are_those_of_the_model_and_the_chosen_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune.registry, "crowded", lambda world: "")
+    monkeypatch.setattr(tune.algorithm_choice, "crowded", lambda world: "")
     monkeypatch.setattr(tune, "probe", lambda world: FABRIC)
 
     def rank(world: World) -> dict[str, float]:
@@ -436,7 +436,7 @@ def test_predictions_are_those_of_the_model_and_the_chosen_algorithm(monkeypatch
 
 def test_predictions_of_messages_are_those_of_the_link_between_the_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     links = {"inside": Link(1e-6, 2e-10, 1e-10), "across": Link(20e-6, 1e-9, 1e-9)}
-    monkeypatch.setattr(tune.registry, "crowded", lambda world: "")
+    monkeypatch.setattr(tune.algorithm_choice, "crowded", lambda world: "")
     monkeypatch.setattr(tune, "probe", lambda world: replace(ETHERNET, call_s=4e-6, **links))
 
     def rank(world: World) -> list[float]:

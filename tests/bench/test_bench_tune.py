@@ -8,7 +8,7 @@ from raises import raises
 
 from hpcdp.bench import tune
 from hpcdp.bench.tune import Effort
-from hpcdp.collectives import ALGORITHMS, registry
+from hpcdp.collectives import ALGORITHMS, algorithm_choice
 from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError
 
@@ -23,7 +23,7 @@ def _short_probes(monkeypatch):
 @pytest.fixture
 def links_are_known(monkeypatch):
     """Links are not measured: what is shown or saved is looked at, not the machine."""
-    monkeypatch.setattr(tune, "probe", lambda world: registry.ETHERNET)
+    monkeypatch.setattr(tune, "probe", lambda world: algorithm_choice.ETHERNET)
 
 
 @pytest.fixture(autouse=True)
@@ -100,9 +100,9 @@ def test_sizes_that_were_left_out_stay(tables, capsys):
         [row["nbytes"] for row in after], [row["chosen"] for row in after]
     )
     capsys.readouterr()
-    answers = thread_comm.run(2, lambda world: (registry.choice(world, "reduce", 1 << 16), tune.show(world)))
+    answers = thread_comm.run(2, lambda world: (algorithm_choice.choice(world, "reduce", 1 << 16), tune.show(world)))
     assert answers == [(after[-1]["chosen"], None)] * 2
-    assert thread_comm.run(2, lambda world: registry.choice(world, "reduce", 1 << 17)) == [None, None]
+    assert thread_comm.run(2, lambda world: algorithm_choice.choice(world, "reduce", 1 << 17)) == [None, None]
     shown = capsys.readouterr().out.replace("\n#   ", " ")  # where a line is wrapped depends on the choices
     assert "to 64K, the model's choice above" in shown
 
@@ -138,22 +138,22 @@ def test_where_ranks_share_cores_nothing_is_predicted(tables, monkeypatch, capsy
     assert "# no predictions: 2 ranks share 1 core, but the model assumes a core per rank" in lines
     rows = [line.split() for line in lines if line and not line.startswith("#")]
     assert len(rows) == 4 and all(row[3] == row[5] == "-" for row in rows)
-    assert thread_comm.run(2, lambda world: registry.choice(world, "reduce", 4)) == [rows[0][1]] * 2
+    assert thread_comm.run(2, lambda world: algorithm_choice.choice(world, "reduce", 4)) == [rows[0][1]] * 2
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(2, None), (3, (2, 1)), (2, 1)])
 def test_what_was_tuned_is_saved_and_followed(tables, monkeypatch, capsys, ranks, per_node):
-    monkeypatch.setattr(registry, "crowded", lambda world: "")
+    monkeypatch.setattr(algorithm_choice, "crowded", lambda world: "")
     assert thread_comm.run(ranks, lambda world: tune.tune(world, SHORT), per_node) == [0] * ranks
     (where,) = tables.iterdir()
     table = json.loads(where.read_text())
     assert f"# saved in {where}" in capsys.readouterr().out
-    assert set(table["choices"]) == set(table["measured"]) == set(registry.TUNED if per_node else ALGORITHMS)
+    assert set(table["choices"]) == set(table["measured"]) == set(algorithm_choice.TUNED if per_node else ALGORITHMS)
     for collective, rows in table["measured"].items():
         by_node = {"by_node", "by_node_allgather"}
         impossible = {"shared"} if per_node == (2, 1) else {"shared", *by_node} if per_node else set()
-        usable = set(registry.algorithms_of(collective)) - impossible
-        baseline = registry.baseline_of(collective)
+        usable = set(algorithm_choice.algorithms_of(collective)) - impossible
+        baseline = algorithm_choice.baseline_of(collective)
         assert len({row["nbytes"] for row in rows}) == len(rows)
         for row in rows:
             assert set(row["median_us"]) == set(row["predicted_us"]) == usable
@@ -165,8 +165,10 @@ def test_what_was_tuned_is_saved_and_followed(tables, monkeypatch, capsys, ranks
             assert not any(row["wrong"].values())
 
     def follows(world):
-        found = {(each, row["nbytes"]): registry.choice(world, each, row["nbytes"]) for each, row in measured(table)}
-        return found, json.loads(json.dumps(asdict(registry.machine(world))))
+        found = {
+            (each, row["nbytes"]): algorithm_choice.choice(world, each, row["nbytes"]) for each, row in measured(table)
+        }
+        return found, json.loads(json.dumps(asdict(algorithm_choice.machine(world))))
 
     wanted = {(collective, row["nbytes"]): row["chosen"] for collective, row in measured(table)}
     assert thread_comm.run(ranks, follows, per_node) == [(wanted, table["machine"])] * ranks
@@ -258,10 +260,10 @@ def test_links_are_measured_on_any_nodes(sizes, per_node):
         assert 0 < machine.inside.alpha_s < 0.1
         assert machine.inside.shared_s_per_byte <= machine.inside.beta_s_per_byte
     if per_node is None:
-        assert machine.across == registry.ETHERNET.across
+        assert machine.across == algorithm_choice.ETHERNET.across
     else:
         assert 0 < machine.across.alpha_s < 0.1
-        assert machine.across != registry.ETHERNET.across
+        assert machine.across != algorithm_choice.ETHERNET.across
     for name in ("copy_s_per_byte", "gamma_s_per_byte", "message_s", "wait_s", "call_s"):
         assert 0 < getattr(machine, name) < 0.1
     assert len(tune.describe(machine, per_node is not None)) == (4 if per_node is not None else 3)
@@ -314,7 +316,7 @@ def test_real_ranks_tune(tables, capsys):
     try:
         collectives = ["allreduce", "broadcast"]  # threads tune all
         assert tune.tune(world, replace(SHORT, sizes=(4, 4096)), collectives=collectives) == 0
-        assert [*registry.loaded(world)["choices"]] == collectives
+        assert [*algorithm_choice.loaded(world)["choices"]] == collectives
         assert bool(list(tables.iterdir())) == (world.rank == 0)
     finally:
         for key in ("tuning table", "tuning fingerprint"):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from raises import raises
 
-from hpcdp.collectives import ALGORITHMS, cost_model, intra_node, registry
+from hpcdp.collectives import ALGORITHMS, algorithm_choice, cost_model, intra_node
 from hpcdp.collectives.cost_model import ETHERNET, FABRIC, Link, MachineModel, Topology, model_choice, predicted_s
 from hpcdp.errors import UnsupportedError
 
@@ -156,10 +156,10 @@ def test_blocks_by_node_are_two_stages():
     assert predicted_s("alltoall", "by_node", nbytes, Topology((k,) * m), machine) == pytest.approx(collected + sent)
 
 
-@pytest.mark.parametrize("collective", registry.TUNED)
+@pytest.mark.parametrize("collective", algorithm_choice.TUNED)
 @pytest.mark.parametrize("sizes", [(2,), (5,), (2, 2), (4, 3, 1), (1,) * 7, (16,) * 8])
 def test_every_algorithm_is_known_and_longer_arrays_take_longer(collective, sizes):
-    for algorithm in registry.algorithms_of(collective):
+    for algorithm in algorithm_choice.algorithms_of(collective):
         taken = [predicted_s(collective, algorithm, 4**k, Topology(sizes)) for k in range(14)]
         assert all(math.isfinite(seconds) and seconds > 0 for seconds in taken)
         assert taken[-1] > taken[0]

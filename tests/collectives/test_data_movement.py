@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from raises import raises
 
 import hpcdp
-from hpcdp.collectives import blocks, intra_node, registry
+from hpcdp.collectives import algorithm_choice, blocks, intra_node
 from hpcdp.comm import thread_comm
 from hpcdp.comm.tasks import run_until_complete
 from hpcdp.errors import MismatchError, UnsupportedError
@@ -119,7 +119,7 @@ def test_blocks_move_by_the_algorithm_that_is_asked_for(n, nodes):
     def rank(world):
         me, rows = world.rank, np.arange(n * 3).reshape(n * 3, 1)
         wanted = np.concatenate([100 * other + rows[3 * me : 3 * me + 3] for other in range(n)])
-        for algorithm in registry.movements("alltoall", world):
+        for algorithm in algorithm_choice.movements("alltoall", world):
             found = hpcdp.alltoall(100 * me + rows, world=world, algorithm=algorithm)
             np.testing.assert_array_equal(found, wanted)
             if algorithm != "bruck":
@@ -127,7 +127,7 @@ def test_blocks_move_by_the_algorithm_that_is_asked_for(n, nodes):
                 np.testing.assert_array_equal(found, wanted)
         with raises(UnsupportedError, where="algorithm", got="'bruck'"):
             hpcdp.alltoall(rows, [3] * n, world, algorithm="bruck")
-        for algorithm in registry.movements("allgatherv", world):
+        for algorithm in algorithm_choice.movements("allgatherv", world):
             found = hpcdp.allgather(np.full(me, me), world, algorithm)
             assert found.tolist() == [other for other in range(n) for _ in range(other)]
         with raises(MismatchError):

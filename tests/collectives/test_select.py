@@ -1,7 +1,7 @@
 import numpy as np
 
 from hpcdp.collectives import Monoid
-from hpcdp.collectives.registry import choose
+from hpcdp.collectives.algorithm_choice import choose
 from hpcdp.comm import thread_comm
 from hpcdp.comm.communicator import resolve
 

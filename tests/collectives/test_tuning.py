@@ -10,13 +10,15 @@ import pytest
 from raises import raises
 
 from hpcdp import collectives
-from hpcdp.collectives import blocks, registry
+from hpcdp.collectives import algorithm_choice, blocks
 from hpcdp.collectives.cost_model import ETHERNET, FABRIC, Topology
 from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError
 
-INSIDE = registry.Link(1e-6, 2e-10, 1e-10, ((4096, 3e-10, 2e-10), (1 << 20, 2e-10, 1e-10)))
-MEASURED = registry.MachineModel(INSIDE, FABRIC.across, 3e-11, 4e-11, 5e-6, 6e-7, 7e-6, ((1 << 20, 3e-11, 4e-11),))
+INSIDE = algorithm_choice.Link(1e-6, 2e-10, 1e-10, ((4096, 3e-10, 2e-10), (1 << 20, 2e-10, 1e-10)))
+MEASURED = algorithm_choice.MachineModel(
+    INSIDE, FABRIC.across, 3e-11, 4e-11, 5e-6, 6e-7, 7e-6, ((1 << 20, 3e-11, 4e-11),)
+)
 CHOICES = {
     "allreduce": [[1023, "native"], [65536, "ring"], [None, "hierarchical"]],
     "broadcast": [[None, "native"]],
@@ -40,13 +42,18 @@ def tables(tmp_path, monkeypatch):
 
 
 def save(world):
-    return registry.save(world, registry.make(world, MEASURED, CHOICES, {"reduce": [ROW]}))
+    return algorithm_choice.save(world, algorithm_choice.make(world, MEASURED, CHOICES, {"reduce": [ROW]}))
 
 
 def choose(world):
     sizes = (0, 4, 1023, 1024, 65536, 65537, 1 << 40)
-    named = [registry.choice(world, "allreduce", nbytes) for nbytes in sizes]
-    return named, registry.choice(world, "reduce", 65), registry.choice(world, "allgather", 4), registry.machine(world)
+    named = [algorithm_choice.choice(world, "allreduce", nbytes) for nbytes in sizes]
+    return (
+        named,
+        algorithm_choice.choice(world, "reduce", 65),
+        algorithm_choice.choice(world, "allgather", 4),
+        algorithm_choice.machine(world),
+    )
 
 
 def quietly(ranks, fn, per_node=None):
@@ -65,9 +72,9 @@ def test_all_ranks_choose_what_the_saved_table_says(tables, ranks, per_node):
 
 def test_a_table_is_used_as_soon_as_it_is_saved():
     def before_and_after(world):
-        first = registry.choice(world, "allreduce", 4)
+        first = algorithm_choice.choice(world, "allreduce", 4)
         save(world)
-        return first, registry.choice(world, "allreduce", 4)
+        return first, algorithm_choice.choice(world, "allreduce", 4)
 
     assert quietly(3, before_and_after) == [(None, "native")] * 3
 
@@ -101,7 +108,7 @@ def test_messages_move_blocks_as_the_saved_table_says(monkeypatch):
     def rank(world):
         moved(world)
         choices = {"alltoall": [[64, "pairwise"], [None, "by_node"]]}
-        registry.save(world, registry.make(world, MEASURED, choices, {}))
+        algorithm_choice.save(world, algorithm_choice.make(world, MEASURED, choices, {}))
         moved(world)
 
     thread_comm.run(4, rank, 2)
@@ -115,7 +122,7 @@ def _chosen_by(world, call):
     request = getattr(collectives, call)(np.ones(1024, np.float32), world=world)
     if call == "iallreduce":
         request.wait()
-    (found,) = [chosen for key, chosen in world.kept[registry.CHOICES].items() if key[0] == call]
+    (found,) = [chosen for key, chosen in world.kept[algorithm_choice.CHOICES].items() if key[0] == call]
     return found.algorithm.name
 
 
@@ -125,7 +132,7 @@ def _chosen_by(world, call):
 )
 def test_ranks_that_share_cores_are_told(monkeypatch, ranks, per_node, cores, said):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
-    assert thread_comm.run(ranks, registry.crowded, per_node) == [said] * ranks
+    assert thread_comm.run(ranks, algorithm_choice.crowded, per_node) == [said] * ranks
 
 
 def test_other_topologies_have_tables_of_their_own(tables):
@@ -137,11 +144,13 @@ def test_other_topologies_have_tables_of_their_own(tables):
 
 
 def test_the_fingerprint_says_what_decides_and_names_no_host():
-    (found, again), *_ = thread_comm.run(5, lambda w: (registry.fingerprint(w), registry.fingerprint(w)), (2, 3))
+    (found, again), *_ = thread_comm.run(
+        5, lambda w: (algorithm_choice.fingerprint(w), algorithm_choice.fingerprint(w)), (2, 3)
+    )
     assert found is again
     assert found["ranks_per_node"] == [2, 3]
     assert found["library"] == "threads"
-    assert found["processors"] == [registry.processor_name()]
+    assert found["processors"] == [algorithm_choice.processor_name()]
     assert found["machines"] == 1
     assert socket.gethostname() not in json.dumps({**found, "processors": []})
 
@@ -149,14 +158,14 @@ def test_the_fingerprint_says_what_decides_and_names_no_host():
 @pytest.mark.parametrize("cores", [2, 9])
 def test_the_topology_is_that_of_the_nodes(monkeypatch, cores):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
-    assert thread_comm.run(5, registry.topology, (2, 3)) == [Topology((2, 3), crowded=cores < 5)] * 5
+    assert thread_comm.run(5, algorithm_choice.topology, (2, 3)) == [Topology((2, 3), crowded=cores < 5)] * 5
 
 
 @pytest.mark.parametrize(("fabric", "assumed"), [(True, FABRIC), (False, ETHERNET)])
 def test_links_are_assumed_by_the_kind_of_network(monkeypatch, fabric, assumed):
-    monkeypatch.setattr(registry, "_has_fabric", lambda: fabric)
-    assert thread_comm.run(2, registry.machine, 1) == [assumed] * 2
-    assert thread_comm.run(2, lambda world: registry.fingerprint(world)["network"])[0] == "none"
+    monkeypatch.setattr(algorithm_choice, "_has_fabric", lambda: fabric)
+    assert thread_comm.run(2, algorithm_choice.machine, 1) == [assumed] * 2
+    assert thread_comm.run(2, lambda world: algorithm_choice.fingerprint(world)["network"])[0] == "none"
 
 
 def changed(**parts):
@@ -176,7 +185,7 @@ def with_machine(table, **parts):
 
 
 BROKEN = [
-    (changed(version=registry.VERSION + 1), "its version is 3, not 2"),
+    (changed(version=algorithm_choice.VERSION + 1), "its version is 3, not 2"),
     (lambda table: [table], "its version is None, not 2"),
     (lambda table: without(table, "fingerprint"), "no fingerprint"),
     (lambda table: without(table, "choices"), "no choices"),
@@ -253,7 +262,7 @@ def test_a_folder_that_is_a_file_is_told(tables, monkeypatch, capsys):
 def test_without_a_setting_tables_are_beside_the_kernels(tables, monkeypatch):
     monkeypatch.delenv("HPCDP_TUNING_DIR")
     monkeypatch.setenv("HPCDP_CACHE_DIR", str(tables / "cache"))
-    assert registry.folder() == tables / "cache" / "tuning"
+    assert algorithm_choice.folder() == tables / "cache" / "tuning"
     assert quietly(2, choose)[0][0] == [None] * 7
 
 
@@ -276,7 +285,7 @@ def test_a_table_that_cannot_be_completed_leaves_the_old_one(tables, monkeypatch
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(registry.os, "fsync", full)
+    monkeypatch.setattr(algorithm_choice.os, "fsync", full)
     with raises(ConfigError, operation="tuning table", where=where):
         thread_comm.run(2, save)
     assert where.read_bytes() == before
@@ -302,8 +311,8 @@ def test_real_ranks_follow_the_table_of_rank_0(tables, monkeypatch):
         world.kept.pop("tuning table")
         if world.rank:
             monkeypatch.setenv("HPCDP_TUNING_DIR", "/nowhere")
-        assert registry.choice(world, "allreduce", 4096) == "ring"
-        assert registry.machine(world) == MEASURED
+        assert algorithm_choice.choice(world, "allreduce", 4096) == "ring"
+        assert algorithm_choice.machine(world) == MEASURED
         assert world.comm.allgather_json(str(saved)) == [str(saved)] * world.size
     finally:
         for key in ("tuning table", "tuning fingerprint"):
