@@ -27,10 +27,10 @@ import numpy as np
 
 from ..core.state import unquoted
 from ..errors import ConfigError, DataError, HpcdpError, listed, reason, shortened
-from . import directory, flatten, manifest
-from .directory import WriterLock
+from . import flatten, manifest, step_folders
 from .hdf5_file import PADDED, File, ShardReader, Stored, crc32_beside, failing
 from .manifest import Manifest, StoredTensor, read_elements, read_whole, widened
+from .step_folders import WriterLock
 
 Tell = Callable[[int], object]
 """A function that is called with numbers of bytes that were processed, for a progress bar."""
@@ -51,9 +51,9 @@ def faults(path: Path, tell: Tell = lambda nbytes: None) -> Iterator[str]:
     except DataError as error:
         yield f"{manifest.NAME}: {error.got}"
         return
-    if saved.commit_file and not (path / directory.COMMITTED).is_file():
-        yield f"{directory.COMMITTED}: no such file, so it is not complete"
-    yield from directory.wrong_sizes(path, saved)
+    if saved.commit_file and not (path / step_folders.COMMITTED).is_file():
+        yield f"{step_folders.COMMITTED}: no such file, so it is not complete"
+    yield from step_folders.wrong_sizes(path, saved)
     parts: dict[str, list[tuple[StoredTensor, Stored]]] = {file.name: [] for file in saved.files}
     for tensor in saved.tensors.values():
         for part in tensor.parts:
@@ -64,7 +64,10 @@ def faults(path: Path, tell: Tell = lambda nbytes: None) -> Iterator[str]:
             if (path / file.name).is_file() and (yield from _file_faults(path, file, parts[file.name], reader, tell)):
                 sound.add(file.name)
     yield from _index_faults(path, saved, manifest.INDEX_NAME in sound)
-    known = {file.name for file in saved.files} | {manifest.NAME, *([directory.COMMITTED] if saved.commit_file else [])}
+    known = {file.name for file in saved.files} | {
+        manifest.NAME,
+        *([step_folders.COMMITTED] if saved.commit_file else []),
+    }
     with contextlib.suppress(FileNotFoundError):  # the folder was removed meanwhile
         for present in sorted(path.iterdir()):
             if present.name not in known:
@@ -230,7 +233,7 @@ def prune(
     dry_run: bool = False,
     tell: Callable[[int], object] = lambda nbytes: None,
 ) -> Pruning:
-    """Remove the checkpoints of `directory.dropped`, and left-overs, under the lock of the folder.
+    """Remove the checkpoints of `step_folders.dropped`, and left-overs, under the lock of the folder.
 
     Args:
         path: a folder of checkpoints.
@@ -245,14 +248,14 @@ def prune(
         DataError: there are no checkpoints, another job saves here, or no checkpoint that stays is good; nothing is
             changed then. Or a file cannot be removed.
     """
-    if directory.is_checkpoint(path):
+    if step_folders.is_checkpoint(path):
         raise ConfigError("prune", where=path, expected="a folder of several checkpoints", got="that of one")
-    if not (directory.find(path) or directory.left_over(path) or (path / directory.NAME).exists()):
+    if not (step_folders.find(path) or step_folders.left_over(path) or (path / step_folders.NAME).exists()):
         raise DataError("prune", where=path, expected="checkpoints", got="none")
     if dry_run:
-        directory.require_free(path)
+        step_folders.require_free(path)
         return _remove(path, keep, keep_every, best, True, tell)
-    writer = directory.WriterLock(path)
+    writer = step_folders.WriterLock(path)
     try:
         return _remove(path, keep, keep_every, best, False, tell)
     finally:
@@ -262,12 +265,14 @@ def prune(
 def _remove(
     path: Path, keep: int, keep_every: int | None, best: str | None, dry_run: bool, tell: Callable[[int], object]
 ) -> Pruning:
-    saved = directory.find(path)
+    saved = step_folders.find(path)
     if best is not None and saved:
-        directory.best_step("prune", path, saved, best)
-    dropped = directory.dropped(saved, keep, keep_every, directory.worth(saved, best))
+        step_folders.best_step("prune", path, saved, best)
+    dropped = step_folders.dropped(saved, keep, keep_every, step_folders.worth(saved, best))
     # Folders without a manifest are removed, too, if a good checkpoint stays.
-    left_over = {folder: directory.size_of(folder) for folder in directory.left_over(path, atomic_rename=not saved)}
+    left_over = {
+        folder: step_folders.size_of(folder) for folder in step_folders.left_over(path, atomic_rename=not saved)
+    }
     good, damaged = None, dict[int, str]()
     if dropped or left_over:
         for step in sorted(set(saved) - set(dropped), reverse=True):
@@ -280,13 +285,13 @@ def _remove(
             step, fault = next(iter(damaged.items()))
             raise DataError("prune", where=path, expected="a good checkpoint among those that stay",
                             got=f"step {step}, {fault}", remedy=_larger_keep(saved, dropped, tell))  # fmt: skip
-    pruning = Pruning({step: directory.size_of(saved[step]) for step in dropped}, left_over, good, damaged)
+    pruning = Pruning({step: step_folders.size_of(saved[step]) for step in dropped}, left_over, good, damaged)
     if not dry_run:
         with failing("prune", lambda: path):
-            directory.clean(path, atomic_rename=not saved)
+            step_folders.clean(path, atomic_rename=not saved)
         for step in dropped:
             with failing("prune", lambda: saved[step]):  # noqa: B023
-                directory.remove(directory.retire(path, step))
+                step_folders.remove(step_folders.retire(path, step))
     return pruning
 
 
@@ -608,7 +613,7 @@ def export(
         raise ConfigError("export", where=path, expected="a new file", got=got)
     if path.exists() and not overwrite:
         raise _exists(path)
-    if directory.is_checkpoint(path.absolute().parent):
+    if step_folders.is_checkpoint(path.absolute().parent):
         raise ConfigError("export", where=path, expected="a path outside of checkpoints", got="a path in one")
     try:
         with _folder_beside(path) as own:
@@ -651,7 +656,7 @@ def _folder_beside(path: Path) -> Iterator[Path]:
     own = WriterLock(folder, "export")
     try:
         for left in folder.iterdir():
-            if left.name != directory.NAME:
+            if left.name != step_folders.NAME:
                 left.unlink()
         own.require_held()
         yield folder

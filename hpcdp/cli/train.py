@@ -158,17 +158,17 @@ def _ended_by(status: int) -> str:
 
 def _how_to_go_on(run_dir: str) -> str:
     """Return the hint how to resume a run; empty where it has no checkpoint."""
-    from ..checkpoint import directory
+    from ..checkpoint import step_folders
 
     with contextlib.suppress(OSError, HpcdpError):
-        directory.require_free(Path(run_dir) / CHECKPOINTS)  # as below
-        if directory.find(Path(run_dir) / CHECKPOINTS):
+        step_folders.require_free(Path(run_dir) / CHECKPOINTS)  # as below
+        if step_folders.find(Path(run_dir) / CHECKPOINTS):
             return f"; resume with: hpcdp train --resume {shlex.quote(run_dir)}"
     return ""
 
 
 def _draw_what_there_is(run_dir: str) -> None:
-    from ..checkpoint.directory import require_free
+    from ..checkpoint.step_folders import require_free
     from ..train.run_dir import draw_run
 
     with contextlib.suppress(OSError, ValueError, HpcdpError):
