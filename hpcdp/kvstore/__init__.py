@@ -5,7 +5,7 @@ Here are `create`, which makes a store of a kind, and `LocalStore`, the store of
 - `arguments`: checks of keys and values.
 - `store`: the base of all kinds, with the state of a store.
 - `sync`: pushes of all ranks are merged; `device_sync`: the same with keys on GPUs.
-- `asynchronous`: each push takes effect alone, on servers: `client`, `server`, `handlers`.
+- `asynchronous`: each push takes effect alone, on servers: `client`, `server_loop`, `server_keys`.
 - `serve`: the program of a server.
 - `updaters`: optimizers and functions that update values; `store_trainer`: the trainer on a store.
 """

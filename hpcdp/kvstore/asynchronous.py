@@ -1,9 +1,9 @@
 """``dist_async``, a store over the ranks of a world in which each push takes effect immediately and alone.
 
 Every key, or part of a large one, has a server: one of the workers, or a separate process. On the server's node, ranks
-apply their pushes themselves in shared memory, under the key's lock (`protocol.ShmValue`). Ranks of other nodes send
-requests to the server (`server`). The number of other pushes between a worker's pull and its push is the staleness,
-which can be bounded.
+apply their pushes themselves in shared memory, under the key's lock (`server_keys.ShmValue`). Ranks of other nodes
+send requests to the server (`server_loop`). The number of other pushes between a worker's pull and its push is the
+staleness, which can be bounded.
 
 Source: Dean et al., "Large scale distributed deep networks", 2012, section 4.1 (asynchronous stochastic gradient
 descent with servers); Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server",
@@ -39,8 +39,8 @@ from ..errors import ConfigError
 from ..optim import Optimizer, Schedule
 from .arguments import Entry, Key, PullHandle, can_wait, checked_integer, merged
 from .client import Transfer, WorkerKeyState
-from .handlers import AWAY, BACK, Requests, Table, no_updater, require_same_by_name
-from .server import NO_STATE, VALUE, Message, MessageKind, Server
+from .server_keys import AWAY, BACK, Requests, Table, no_updater, require_same_by_name
+from .server_loop import NO_STATE, VALUE, Message, MessageKind, Server
 from .store import WorldStore, residuals_of
 from .updaters import ByOptimizer, Function, Rate, Updater, name_of, rate_of
 

@@ -25,8 +25,8 @@ from ..core.state import Part, Sharded
 from ..data_parallel.overlap import SendPriority
 from ..errors import HpcdpError, MismatchError, to_stderr
 from ..optim import Schedule
-from .handlers import AWAY, Change, Delay, Item, ShmValue, Table, take
-from .server import NO_STATE, VALUE, Message, MessageKind, PendingRequest, Server
+from .server_keys import AWAY, Change, Delay, Item, ShmValue, Table, take
+from .server_loop import NO_STATE, VALUE, Message, MessageKind, PendingRequest, Server
 from .updaters import Codes, Rate, state_dtype
 
 

@@ -16,8 +16,8 @@ import numpy as np
 from ..comm import World
 from ..compression import Compression
 from ..errors import ConfigError, LaunchError
-from .handlers import Requests, Table, updater_of
-from .server import Server
+from .server_keys import Requests, Table, updater_of
+from .server_loop import Server
 
 
 def main() -> None:

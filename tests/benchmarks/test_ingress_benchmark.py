@@ -46,7 +46,7 @@ def test_what_comes_in_is_asked_of_every_server(
     counter = tmp_path / "rx_bytes"
     counter.write_text("5000000\n")
     monkeypatch.setattr(traffic, "_RECEIVED", counter)
-    monkeypatch.setattr("hpcdp.kvstore.handlers.SPLIT_NBYTES", 1 << 10)
+    monkeypatch.setattr("hpcdp.kvstore.server_keys.SPLIT_NBYTES", 1 << 10)
 
     def one(world: Any) -> dict[str, Any]:
         return traffic.ingress(world, servers, 1 << 14, 2, 3)

@@ -3,7 +3,7 @@
 import pytest
 
 from hpcdp import kvstore
-from hpcdp.kvstore import handlers
+from hpcdp.kvstore import server_keys
 
 
 @pytest.fixture(params=list(kvstore.KINDS))
@@ -15,5 +15,5 @@ def kind(request):
 def split(request, monkeypatch):
     """Whether keys of dist_async are cut over all servers, where there are several nodes."""
     if request.param:
-        monkeypatch.setattr(handlers, "SPLIT_NBYTES", 8)
+        monkeypatch.setattr(server_keys, "SPLIT_NBYTES", 8)
     return request.param

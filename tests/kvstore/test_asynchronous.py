@@ -14,7 +14,7 @@ import hpcdp
 from hpcdp import kvstore, optim
 from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, HpcdpError, MismatchError, UnsupportedError
-from hpcdp.kvstore import handlers
+from hpcdp.kvstore import server_keys
 
 PRIME = 1_000_003
 
@@ -216,7 +216,7 @@ def test_what_is_refused():
 
 
 def test_a_large_key_goes_to_all_servers_and_small_ones_to_the_least_loaded():
-    place = handlers.Placement([4, 5, 6], splits=True)
+    place = server_keys.Placement([4, 5, 6], splits=True)
     assert place.place(10, 4) == [(4, 0, 10)]
     large = place.place(3 << 20, 4)
     assert [part[1:] for part in large] == [(i << 20, i + 1 << 20) for i in range(3)]
@@ -224,7 +224,7 @@ def test_a_large_key_goes_to_all_servers_and_small_ones_to_the_least_loaded():
     for _ in range(20):
         place.place(1000, 4)
     assert max(place.nbytes.values()) - min(place.nbytes.values()) <= 4000
-    whole = handlers.Placement([0, 1], splits=False)
+    whole = server_keys.Placement([0, 1], splits=False)
     assert len(whole.place(3 << 20, 4)) == 1
     assert len(whole.place(3 << 28, 4)) == 6  # so that a message counts its bytes in 32 bits
     assert whole.place(0, 4)[0][1:] == (0, 0)

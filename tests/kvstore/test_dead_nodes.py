@@ -6,7 +6,7 @@ from small_stores import added, full
 from hpcdp import kvstore, optim
 from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, HpcdpError
-from hpcdp.kvstore.server import Message, MessageKind
+from hpcdp.kvstore.server_loop import Message, MessageKind
 
 
 def test_nobody_is_dead_among_the_living():

@@ -14,7 +14,7 @@ from small_stores import added, full
 from hpcdp import kvstore, optim
 from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, HpcdpError, MismatchError, UnsupportedError
-from hpcdp.kvstore import handlers
+from hpcdp.kvstore import server_keys
 from hpcdp.kvstore.serve import serve
 from hpcdp.nn import Parameter
 
@@ -485,7 +485,7 @@ def test_a_push_that_fails_just_when_a_pull_begins_is_told(kind):
 def test_all_parts_of_a_node_have_their_turn(in_one, monkeypatch):
     """Where one fails; a part that was passed over would wait for its turn for ever, and answers that nobody takes pile
     up."""
-    monkeypatch.setattr(handlers, "SPLIT_NBYTES", 8)
+    monkeypatch.setattr(server_keys, "SPLIT_NBYTES", 8)
 
     def one(world):
         store = kvstore.create("dist_async", world)

@@ -10,7 +10,7 @@ import pytest
 
 from hpcdp import kvstore
 from hpcdp.comm import thread_comm
-from hpcdp.kvstore import handlers
+from hpcdp.kvstore import server_keys
 from hpcdp.kvstore.serve import serve
 
 PRIME = 1_000_003
@@ -125,7 +125,7 @@ WHOLE_TOO = [(2, None, 0), (4, 2, 0), (2, 1, 1)]
 def test_random_schedules(world, cut, monkeypatch):
     ranks, per_node, num_servers = world
     if cut:
-        monkeypatch.setattr(handlers, "SPLIT_NBYTES", 8)
+        monkeypatch.setattr(server_keys, "SPLIT_NBYTES", 8)
     for seed in range(2 if os.environ.get("HPCDP_TEST_THOROUGH") else 1):
         for key, operations in run_schedules(ranks, per_node, num_servers, 60, seed).items():
             assert is_linearisable(key, operations), (key, seed, sorted(operations))

@@ -9,7 +9,7 @@ import pytest
 from hpcdp import kvstore, optim
 from hpcdp.comm import thread_comm
 from hpcdp.kvstore.serve import serve
-from hpcdp.kvstore.server import Message, MessageKind, Server
+from hpcdp.kvstore.server_loop import Message, MessageKind, Server
 
 
 class OnItsWay:

@@ -12,7 +12,7 @@ import hpcdp
 from hpcdp import kvstore, optim
 from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError
-from hpcdp.kvstore import handlers
+from hpcdp.kvstore import server_keys
 from hpcdp.kvstore.asynchronous import Replay
 from hpcdp.kvstore.serve import serve
 
@@ -116,7 +116,7 @@ def test_none_is_without_bound_and_0_is_dist_sync():
 
 @pytest.mark.parametrize(("ranks", "per_node", "num_servers"), [(2, None, 0), (2, 1, 0), (2, None, 1), (3, 1, 2)])
 def test_who_holds_others_back_is_named(ranks, per_node, num_servers, split, monkeypatch, capfd):
-    monkeypatch.setattr(handlers, "REPORTED_S", 0.05)
+    monkeypatch.setattr(server_keys, "REPORTED_S", 0.05)
 
     def one(world):
         store = kvstore.create("dist_async", world, staleness=1)

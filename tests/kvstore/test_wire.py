@@ -12,10 +12,10 @@ from hpcdp import kvstore, optim
 from hpcdp.comm import thread_comm
 from hpcdp.comm.communicator import ENDED
 from hpcdp.errors import HpcdpError, MismatchError
-from hpcdp.kvstore import server
-from hpcdp.kvstore.handlers import AWAY, BACK, Requests
+from hpcdp.kvstore import server_loop
 from hpcdp.kvstore.serve import serve
-from hpcdp.kvstore.server import DTYPES, HEADER_NBYTES, REQUESTS, Message, MessageKind, decode, following_nbytes
+from hpcdp.kvstore.server_keys import AWAY, BACK, Requests
+from hpcdp.kvstore.server_loop import DTYPES, HEADER_NBYTES, REQUESTS, Message, MessageKind, decode, following_nbytes
 
 MESSAGES = 100_000 if os.environ.get("HPCDP_TEST_THOROUGH") else 20_000
 
@@ -185,8 +185,8 @@ def test_a_server_survives_what_strangers_send():
 
 def test_tags_are_all_different():
     """Servers of their own share a communicator with the message by which workers end."""
-    following = [tag + server._FOLLOWING for tag in (server.REQUESTS, server.ANSWERS)]
-    assert len({server.REQUESTS, server.ANSWERS, ENDED, *following}) == 5
+    following = [tag + server_loop._FOLLOWING for tag in (server_loop.REQUESTS, server_loop.ANSWERS)]
+    assert len({server_loop.REQUESTS, server_loop.ANSWERS, ENDED, *following}) == 5
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, None])

@@ -1,4 +1,4 @@
-"""The keys of an asynchronous store, and handlers of requests for them.
+"""The keys of an asynchronous store and their values, the bound on staleness, and handlers of requests for them.
 
 - `Placement` depends only on the order in which keys are made. A small key is kept by the server with the fewest bytes.
   A large key is split into equal parts, one for each server, to balance their load (Li et al., "Scaling distributed
@@ -35,7 +35,7 @@ from ..compression import Compression
 from ..errors import ConfigError, HpcdpError, MismatchError
 from ..optim import Optimizer, Schedule, from_config, schedule_from_config
 from .arguments import Key
-from .server import MOST_NBYTES, NO_STATE, VALUE, Attempt, Message, MessageKind
+from .server_loop import MOST_NBYTES, NO_STATE, VALUE, Attempt, Message, MessageKind
 from .sync import Pool
 from .updaters import ByFunction, ByOptimizer, Function, Rate, Updater, apply_rule, name_of, new_state, summary
 
