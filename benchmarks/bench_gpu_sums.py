@@ -25,11 +25,11 @@ from bench_harness.figures import write_json
 from hpcdp import comm as comm_module
 from hpcdp import nn, optim
 from hpcdp.bench.measure import FreshData, check_writable, describe, parse_size
-from hpcdp.comm import World, gpu_rows
+from hpcdp.comm import World, gpu_buckets
 from hpcdp.comm.communicator import Steps
-from hpcdp.comm.gpu_rows.cuda_ipc import CudaIpc
-from hpcdp.comm.gpu_rows.nccl import Nccl
-from hpcdp.comm.gpu_rows.transport import NodeRows, RowSize, lone_rows, offers, own_offer
+from hpcdp.comm.gpu_buckets.cuda_ipc import CudaIpc
+from hpcdp.comm.gpu_buckets.nccl import Nccl
+from hpcdp.comm.gpu_buckets.transport import NodeRows, RowSize, lone_rows, offers, own_offer
 from hpcdp.comm.tasks import run_until_complete
 from hpcdp.core.arrays import Array, Streams, to_host
 from hpcdp.data_parallel.gpu_reduction import Staging
@@ -263,7 +263,7 @@ def refused(world: World, count: int) -> Figures:
         Nccl(world.node_comm, world.node_memory, streams, offered, world.rank)
     except DeviceError as error:
         reason, wrong = str(error), 0
-    _, transport = gpu_rows.make(world, streams, [RowSize(8, _FLOAT)])
+    _, transport = gpu_buckets.make(world, streams, [RowSize(8, _FLOAT)])
     wrong = sum(world.comm.allgather_json(wrong + (transport.name != "CUDA_IPC")))
     return {"summary": f"NCCL refuses, {transport.name} is used", "share": None, "wrong": wrong, "errors": [reason]}
 

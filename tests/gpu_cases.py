@@ -17,9 +17,9 @@ from raises import raises
 import hpcdp
 from hpcdp import autograd, data, kvstore, nn, optim
 from hpcdp.checkpoint import Manager
-from hpcdp.comm.gpu_rows.cuda_ipc import CudaIpc
-from hpcdp.comm.gpu_rows.nccl import Nccl
-from hpcdp.comm.gpu_rows.transport import RowSize, offers, own_offer, parts_of
+from hpcdp.comm.gpu_buckets.cuda_ipc import CudaIpc
+from hpcdp.comm.gpu_buckets.nccl import Nccl
+from hpcdp.comm.gpu_buckets.transport import RowSize, offers, own_offer, parts_of
 from hpcdp.comm.tasks import run_until_complete
 from hpcdp.core.arrays import Device, Streams, cpu, dtype_of, from_host, to_host
 from hpcdp.data_parallel import Reducer, buckets

@@ -3,7 +3,7 @@
 import numpy as np
 
 from hpcdp.comm import world as comm_world
-from hpcdp.comm.gpu_rows.transport import GpuTransport
+from hpcdp.comm.gpu_buckets.transport import GpuTransport
 from hpcdp.comm.world import Gpu
 from hpcdp.core.arrays import gpu
 

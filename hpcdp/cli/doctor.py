@@ -6,7 +6,7 @@ process with a time limit. The checks of Slurm run steps of two tasks inside a j
 
 `cuda_aware` asks the MPI library whether it accepts arrays in GPU memory, and then tries it: the library may be built
 for another CUDA, and one without support crashes. A job tries it itself between nodes
-(`hpcdp.comm.gpu_rows.transport`).
+(`hpcdp.comm.gpu_buckets.transport`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ print("CuPy", cupy.__version__, f"NCCL {release}" if number else "without NCCL")
 _CUDA_AWARE = """
 import ctypes, sys
 import hpcdp
-from hpcdp.comm.gpu_rows import transport
+from hpcdp.comm.gpu_buckets import transport
 world = hpcdp.init()
 if not transport.claims_cuda_support(ctypes.CDLL(sys.argv[1])):
     answer = "no, it says"

@@ -5,7 +5,7 @@
 - `startup`: start-up of MPI; `world`: ranks, nodes, rails and GPUs.
 - `shared_memory`: memory that the ranks of a node share; `mailbox`: messages through it.
 - `consistency`: compares collective calls between ranks, and raises the same error on all of them.
-- `gpu_rows`: sums over the GPUs of a node, by NCCL or CUDA IPC; CUDA-aware MPI between nodes.
+- `gpu_buckets`: the memory of buckets on GPUs, summed by NCCL or CUDA IPC; CUDA-aware MPI between nodes.
 - `watchdog`, `roll_call`: report ranks that wait too long.
 """
 

@@ -20,10 +20,10 @@ from functools import partial
 
 import numpy as np
 
-from ..comm import Communicator, Reduction, Request, World, gpu_rows
+from ..comm import Communicator, Reduction, Request, World, gpu_buckets
 from ..comm.communicator import PolledRequest, Steps, StepsTo, make_tag, resolve, split, wait_for
 from ..comm.consistency import on_every_rank
-from ..comm.gpu_rows.transport import (
+from ..comm.gpu_buckets.transport import (
     SUMMED_KINDS,
     GpuTransport,
     NodeRows,
@@ -493,10 +493,10 @@ class GpuReduction(BucketReduction):
         sharded: leave each shard of the sums with its owner in the node, until `gather` copies it to the others.
 
     Raises:
-        DeviceError: another device is current; on all ranks. Also see `gpu_rows.make`.
+        DeviceError: another device is current; on all ranks. Also see `gpu_buckets.make`.
         ConfigError: see `agree_on_cuda_aware_mpi`; on all ranks.
         UnsupportedError: parameters on several GPUs, on all ranks; dtypes that cannot be sent between nodes. Also see
-            `gpu_rows.make`.
+            `gpu_buckets.make`.
     """
 
     orders_by_stream = True
@@ -526,7 +526,7 @@ class GpuReduction(BucketReduction):
         if compression is not None and compression.inside_nodes:
             self._rows, way = lone_rows(streams, sizes), GpuTransport.HOST
         else:
-            self._rows, way = gpu_rows.make(world, streams, sizes)
+            self._rows, way = gpu_buckets.make(world, streams, sizes)
         self.way = way
         alone = way is GpuTransport.HOST
         owners, ranks, self._rank = (1, 1, 0) if alone else (world.num_rails, world.local_size, world.local_rank)

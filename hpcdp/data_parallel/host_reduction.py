@@ -29,7 +29,7 @@ from .. import kernels
 from ..collectives import halving_doubling, ring
 from ..comm import Communicator, Reduction, Request, World
 from ..comm.communicator import Messages, Steps, make_tag, resolve
-from ..comm.gpu_rows.transport import GpuTransport
+from ..comm.gpu_buckets.transport import GpuTransport
 from ..comm.shared_memory import NodeMemory
 from ..comm.tasks import MESSAGE_NBYTES, ProgressEngine, TaskGroup, in_lanes, run_until_complete, segments, together
 from ..comm.watchdog import WatchedBarrier

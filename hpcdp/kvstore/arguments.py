@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..comm.gpu_rows.transport import SUMMED_KINDS
+from ..comm.gpu_buckets.transport import SUMMED_KINDS
 from ..core.arrays import (
     Array,
     Device,

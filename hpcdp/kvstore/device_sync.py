@@ -22,7 +22,7 @@ import numpy as np
 
 from ..comm import Communicator, World
 from ..comm.communicator import OPERATION_BITS, Steps
-from ..comm.gpu_rows.transport import SUMMED_KINDS
+from ..comm.gpu_buckets.transport import SUMMED_KINDS
 from ..comm.shared_memory import ProgressCounters
 from ..core.arrays import Array, Device, Event, Streams, is_cupy, is_host, to_device_of
 from ..core.state import Part, Sharded

@@ -24,8 +24,8 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..checkpoint.flatten import overlaps
-from ..comm import World, gpu_rows
-from ..comm.gpu_rows.transport import GpuTransport, NodeRows, RowSize, lone_rows
+from ..comm import World, gpu_buckets
+from ..comm.gpu_buckets.transport import GpuTransport, NodeRows, RowSize, lone_rows
 from ..comm.tasks import run_until_complete
 from ..core import arrays
 from ..core.arrays import BFLOAT16, Array, Device, Streams, dtype_of, gpu, is_bfloat16, is_host
@@ -243,7 +243,7 @@ class GpuBuffers:
             sizes = [RowSize(nbytes // _WORD.itemsize, _WORD)]
             give_back_cache(self.device)
             if self._by_row:
-                (self._row,), _ = gpu_rows.make(self._world, self._streams, sizes)
+                (self._row,), _ = gpu_buckets.make(self._world, self._streams, sizes)
             else:
                 (self._row,) = lone_rows(self._streams, sizes)
                 self._host = self._streams.pinned(nbytes, self._streams.current())

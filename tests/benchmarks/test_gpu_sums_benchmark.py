@@ -64,7 +64,7 @@ def test_each_job_comes_to_right_results(one_gpu, job):
 @pytest.mark.filterwarnings("ignore:gradients on GPUs", "error:hybridize")
 @pytest.mark.parametrize("job", [job for job in JOBS if job.case == "graphs"], ids=lambda job: job.name)
 def test_jobs_of_graphs_come_to_right_results(few, graphs_on_host, monkeypatch, job):
-    monkeypatch.setattr("hpcdp.comm.gpu_rows.transport._nccl_version", lambda: 0)
+    monkeypatch.setattr("hpcdp.comm.gpu_buckets.transport._nccl_version", lambda: 0)
     found = run(job)
     assert found["wrong"] == 0 and "with overlap" in found["summary"]
     assert graphs_on_host.num_graphs == 2 * job.ranks, "one of each trainer: where there is one bucket none is cut"
@@ -92,7 +92,7 @@ def test_nccl_that_refuses_nothing_is_told(one_gpu, monkeypatch):
 
 
 def test_without_nccl_it_is_skipped(one_gpu, monkeypatch):
-    monkeypatch.setattr("hpcdp.comm.gpu_rows.transport._nccl_version", lambda: 0)
+    monkeypatch.setattr("hpcdp.comm.gpu_buckets.transport._nccl_version", lambda: 0)
     assert thread_comm.run(1, lambda world: gpu_sums.nccl(world, 50))[0]["summary"] == "skipped: CuPy finds no NCCL"
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from hpcdp.comm import thread_comm
 from hpcdp.comm.communicator import PolledRequest
-from hpcdp.comm.gpu_rows.nccl import THINGS, AgreedOrder
+from hpcdp.comm.gpu_buckets.nccl import THINGS, AgreedOrder
 from hpcdp.comm.shared_memory import ProgressCounters
 from hpcdp.comm.tasks import TaskGroup
 

@@ -9,10 +9,10 @@ import pytest
 from raises import raises
 from rows_on_gpus import assert_summed, summed_and_brought_to_all, to_gpu
 
-from hpcdp.comm import gpu_rows, thread_comm
+from hpcdp.comm import gpu_buckets, thread_comm
 from hpcdp.comm import world as comm_world
-from hpcdp.comm.gpu_rows.cuda_ipc import CudaIpc
-from hpcdp.comm.gpu_rows.transport import GpuTransport, RowSize, parts_of
+from hpcdp.comm.gpu_buckets.cuda_ipc import CudaIpc
+from hpcdp.comm.gpu_buckets.transport import GpuTransport, RowSize, parts_of
 from hpcdp.comm.tasks import TaskGroup
 from hpcdp.comm.world import Gpu
 from hpcdp.core.arrays import Streams, dtype_of, gpu
@@ -147,18 +147,18 @@ def test_memory_is_given_back_when_nobody_has_a_view_of_a_row(gpus_on_host, monk
 
     def rank(world):
         streams, sizes = Streams(gpu(0)), [RowSize(3, np.dtype("f4"))] * 2
-        rows, way = gpu_rows.make(world, streams, sizes)
+        rows, way = gpu_buckets.make(world, streams, sizes)
         assert way is GpuTransport.CUDA_IPC
         view = rows[1].mine[1:].reshape(2, 1)
         mine = rows[0].mine.data.ptr
         block = gpus_on_host.allocated[mine]  # nothing else gets its address
         del rows
-        gpu_rows.make(world, streams, sizes)
+        gpu_buckets.make(world, streams, sizes)
         kept = mine in gpus_on_host.allocated
         view.to_host()
         del view
         world.barrier()
-        gpu_rows.make(world, streams, sizes)
+        gpu_buckets.make(world, streams, sizes)
         return kept, gpus_on_host.allocated.get(mine) is block
 
     assert thread_comm.run(3, rank) == [(True, False)] * 3

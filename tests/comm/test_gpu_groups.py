@@ -11,8 +11,8 @@ from parameters_on_gpus import show_gpus
 from raises import raises
 from rows_on_gpus import assert_summed, summed_and_brought_to_all, to_gpu
 
-from hpcdp.comm import gpu_rows, thread_comm
-from hpcdp.comm.gpu_rows.transport import GpuTransport, RowSize, parts_of
+from hpcdp.comm import gpu_buckets, thread_comm
+from hpcdp.comm.gpu_buckets.transport import GpuTransport, RowSize, parts_of
 from hpcdp.comm.tasks import TaskGroup
 from hpcdp.core.arrays import Streams, dtype_of, gpu
 from hpcdp.errors import DeviceError
@@ -42,7 +42,7 @@ def total(n, count, dtype="f4"):
 
 def make(world, places, *sizes):
     gpu(places[world.rank]).use()
-    return gpu_rows.make(world, Streams(gpu(places[world.rank])), sizes)
+    return gpu_buckets.make(world, Streams(gpu(places[world.rank])), sizes)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from raises import raises
 
 from hpcdp.comm import thread_comm
 from hpcdp.comm import world as comm_world
-from hpcdp.comm.gpu_rows import transport
-from hpcdp.comm.gpu_rows.transport import GpuTransport, Offer, choose
+from hpcdp.comm.gpu_buckets import transport
+from hpcdp.comm.gpu_buckets.transport import GpuTransport, Offer, choose
 from hpcdp.comm.world import Gpu
 from hpcdp.core.arrays import cpu, gpu
 from hpcdp.errors import DeviceError

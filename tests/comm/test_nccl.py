@@ -8,10 +8,10 @@ from gpu_on_host.nccl import NcclError
 from raises import raises
 from rows_on_gpus import assert_summed, summed_and_brought_to_all, write
 
-from hpcdp.comm import gpu_rows, thread_comm
+from hpcdp.comm import gpu_buckets, thread_comm
 from hpcdp.comm import world as comm_world
-from hpcdp.comm.gpu_rows.nccl import Nccl
-from hpcdp.comm.gpu_rows.transport import GpuTransport, Offer, RowSize, parts_of
+from hpcdp.comm.gpu_buckets.nccl import Nccl
+from hpcdp.comm.gpu_buckets.transport import GpuTransport, Offer, RowSize, parts_of
 from hpcdp.comm.tasks import TaskGroup, run_until_complete
 from hpcdp.comm.world import Gpu
 from hpcdp.core.arrays import Streams, dtype_of, gpu
@@ -181,7 +181,7 @@ def test_all_ranks_end_the_communicator_together_when_nothing_is_under_way(gpus_
 
     def rank(world):
         device = gpu(world.rank)
-        (row,), way = gpu_rows.make(world, Streams(device), [RowSize(8, np.dtype("f4"))])
+        (row,), way = gpu_buckets.make(world, Streams(device), [RowSize(8, np.dtype("f4"))])
         assert way is GpuTransport.NCCL
         run_until_complete(row.allreduce())
         return row
@@ -198,7 +198,7 @@ def test_rows_are_given_back_when_no_rank_has_them_any_more_and_others_are_made(
 
     def rank(world):
         def make_rows():
-            return gpu_rows.make(world, Streams(gpu(world.place)), [RowSize(8, np.dtype("f4"))])[0]
+            return gpu_buckets.make(world, Streams(gpu(world.place)), [RowSize(8, np.dtype("f4"))])[0]
 
         first = make_rows()
         comms = [first[0]._node._comm]
@@ -226,7 +226,7 @@ def test_what_is_summed_side_by_side_shares_a_communicator_and_its_order(gpus_on
     def rank(world):
         gpu(world.place).use()
         sizes, chance = [RowSize(count, np.dtype("f4")) for count in (8, 300)], random.Random(world.rank)
-        rows = [row for _ in range(3) for row in gpu_rows.make(world, Streams(gpu(world.place)), sizes)[0]]
+        rows = [row for _ in range(3) for row in gpu_buckets.make(world, Streams(gpu(world.place)), sizes)[0]]
         for step in range(3):
             for row in rows:
                 write(row, step + values(world.rank, row.size.count, "f4"))
@@ -246,7 +246,7 @@ def test_numbers_of_rows_are_given_again_when_no_rank_has_them_any_more(gpus_on_
 
     def rank(world):
         def make_rows(number):
-            return gpu_rows.make(world, Streams(gpu(world.place)), [RowSize(8, np.dtype("f4"))] * number)[0]
+            return gpu_buckets.make(world, Streams(gpu(world.place)), [RowSize(8, np.dtype("f4"))] * number)[0]
 
         (kept,) = make_rows(1)
         for _ in range(3):
@@ -266,13 +266,13 @@ def test_where_it_was_given_up_others_get_a_new_one(gpus_on_host, monkeypatch):
 
     def rank(world):
         streams, size = Streams(gpu(world.place)), RowSize(8, np.dtype("f4"))
-        (first,) = gpu_rows.make(world, streams, [size])[0]
+        (first,) = gpu_buckets.make(world, streams, [size])[0]
         world.barrier()
         if world.rank == 1:
             first._node._comm.failed = True
             with raises(DeviceError, operation="NCCL", got="NCCL_ERROR_6"):
                 first.check()
-        (second,) = gpu_rows.make(world, streams, [size])[0]
+        (second,) = gpu_buckets.make(world, streams, [size])[0]
         run_until_complete(second.allreduce())
         return second._node is first._node
 
@@ -285,11 +285,11 @@ def test_rows_that_one_rank_still_has_are_not_ended(gpus_on_host, monkeypatch):
 
     def rank(world):
         streams, size = Streams(gpu(world.place)), RowSize(8, np.dtype("f4"))
-        kept = gpu_rows.make(world, streams, [size])[0]
+        kept = gpu_buckets.make(world, streams, [size])[0]
         comm = kept[0]._node._comm
         if world.rank != 3:  # the other node, and its neighbor
             kept = None
-        gpu_rows.make(world, streams, [size])
+        gpu_buckets.make(world, streams, [size])
         return comm.destroyed
 
     assert thread_comm.run(4, rank, 2) == [False] * 4
@@ -367,7 +367,7 @@ def test_messages_name_ranks_by_their_number_in_the_world(gpus_on_host, monkeypa
     monkeypatch.setattr(comm_world, "visible", lambda: found)
 
     def rank(world):
-        (row,), _ = gpu_rows.make(world, Streams(gpu(world.place)), [RowSize(8, np.dtype("f4"))])
+        (row,), _ = gpu_buckets.make(world, Streams(gpu(world.place)), [RowSize(8, np.dtype("f4"))])
         world.barrier()
         if world.rank >= 2:
             row._node._comm.failed = world.rank == 3
@@ -417,7 +417,7 @@ def test_where_nccl_does_not_start_on_one_node_all_ranks_of_all_nodes_are_told(g
     def rank(world):
         device = gpu(world.place)
         with raises(DeviceError, operation="NCCL", got="NCCL_ERROR_3", rank=2):
-            gpu_rows.make(world, Streams(device), [RowSize(8, np.dtype("f4"))])
+            gpu_buckets.make(world, Streams(device), [RowSize(8, np.dtype("f4"))])
         told.append(world.rank)
 
     thread_comm.run(4, rank, 2)

@@ -16,9 +16,9 @@ from pairs import in_turn
 from parameters_on_gpus import show_gpus
 from rows_on_gpus import write
 
-from hpcdp.comm import gpu_rows, thread_comm
+from hpcdp.comm import gpu_buckets, thread_comm
 from hpcdp.comm.communicator import wait_for
-from hpcdp.comm.gpu_rows.transport import GpuTransport, RowSize, parts_of
+from hpcdp.comm.gpu_buckets.transport import GpuTransport, RowSize, parts_of
 from hpcdp.comm.tasks import TaskGroup, run_until_complete
 from hpcdp.core.arrays import Streams, gpu
 from hpcdp.errors import DeviceError, WorldAborted
@@ -36,7 +36,7 @@ def eight_gpus(gpus_on_host, monkeypatch):
 
 def make(world, *counts):
     gpu(world.place).use()
-    rows, way = gpu_rows.make(world, Streams(gpu(world.place)), [RowSize(count, F4) for count in counts])
+    rows, way = gpu_buckets.make(world, Streams(gpu(world.place)), [RowSize(count, F4) for count in counts])
     assert way is GpuTransport.NCCL
     return list(rows)
 

@@ -26,7 +26,7 @@ import hpcdp
 from hpcdp import compression, optim
 from hpcdp.comm import thread_comm
 from hpcdp.comm import world as comm_world
-from hpcdp.comm.gpu_rows.transport import GpuTransport
+from hpcdp.comm.gpu_buckets.transport import GpuTransport
 from hpcdp.comm.tasks import RunningTask, run_until_complete
 from hpcdp.comm.world import Gpu
 from hpcdp.compression import Compression
@@ -450,7 +450,7 @@ def test_training_on_gpus_is_training_on_the_host(gpus_on_host, monkeypatch, way
 
 def test_who_cannot_sum_in_the_node_is_told_why(gpus_on_host, monkeypatch):
     monkeypatch.setattr(comm_world, "visible", lambda: (Gpu(0, "NVIDIA A", "0000:00:00.0", "a"),))
-    monkeypatch.setattr("hpcdp.comm.gpu_rows.transport._nccl_version", lambda: 0)
+    monkeypatch.setattr("hpcdp.comm.gpu_buckets.transport._nccl_version", lambda: 0)
     with pytest.warns(UserWarning, match="summed in host memory, each rank for itself: local rank 0 has no GPU"):
         monkeypatch.setattr(comm_world, "visible", lambda: ())
         thread_comm.run(2, lambda world: make(world, False)[0].way)

@@ -17,8 +17,8 @@ import hpcdp
 from hpcdp.checkpoint.manager import Manager, Saving
 from hpcdp.comm import tasks, thread_comm
 from hpcdp.comm.communicator import wait_for
-from hpcdp.comm.gpu_rows import transport
-from hpcdp.comm.gpu_rows.transport import GpuTransport
+from hpcdp.comm.gpu_buckets import transport
+from hpcdp.comm.gpu_buckets.transport import GpuTransport
 from hpcdp.comm.roll_call import RollCall
 from hpcdp.comm.watchdog import Watchdog
 from hpcdp.core.arrays import Device, Streams, dtype_of, gpu
@@ -150,7 +150,7 @@ def test_who_waits_for_the_gpu_looks_after_the_node(reached, monkeypatch):
     def check(self):
         raise DeviceError("NCCL", got="a rank that is gone")
 
-    monkeypatch.setattr("hpcdp.comm.gpu_rows.transport.LoneRow.check", check)
+    monkeypatch.setattr("hpcdp.comm.gpu_buckets.transport.LoneRow.check", check)
     with raises(DeviceError, operation="NCCL", got="gone"), pytest.warns(UserWarning, match="gradients on GPUs"):
         thread_comm.run(2, lambda world: sums_of(world, GpuTransport.HOST, "f4", False))
 

@@ -12,7 +12,7 @@ from pairs import in_turn
 from hpcdp import autograd, data, nn, optim
 from hpcdp.comm import thread_comm
 from hpcdp.comm import world as comm_world
-from hpcdp.comm.gpu_rows.transport import GpuTransport
+from hpcdp.comm.gpu_buckets.transport import GpuTransport
 from hpcdp.comm.world import Gpu
 from hpcdp.core.arrays import cpu, gpu, to_host
 from hpcdp.train.trainer import Trainer

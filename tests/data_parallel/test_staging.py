@@ -8,7 +8,7 @@ from gpu_on_host import pinned_nbytes
 from raises import raises
 
 from hpcdp.comm.communicator import PolledRequest
-from hpcdp.comm.gpu_rows.transport import RowSize, lone_rows
+from hpcdp.comm.gpu_buckets.transport import RowSize, lone_rows
 from hpcdp.comm.tasks import LANES, TAGS, run_until_complete, segments
 from hpcdp.core.arrays import Streams, gpu
 from hpcdp.data_parallel import gpu_reduction

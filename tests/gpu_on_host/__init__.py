@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from hpcdp.comm import thread_comm
-from hpcdp.comm.gpu_rows import transport
+from hpcdp.comm.gpu_buckets import transport
 from hpcdp.core.arrays import Streams
 
 from . import cupy_module, nccl

@@ -13,8 +13,8 @@ from raises import raises
 from hpcdp import checkpoint, kvstore, optim
 from hpcdp.comm import thread_comm
 from hpcdp.comm import world as comm_world
-from hpcdp.comm.gpu_rows import transport
-from hpcdp.comm.gpu_rows.transport import GpuTransport
+from hpcdp.comm.gpu_buckets import transport
+from hpcdp.comm.gpu_buckets.transport import GpuTransport
 from hpcdp.comm.world import Gpu
 from hpcdp.core.arrays import Device, Streams, gpu, to_device_of
 from hpcdp.data_parallel import gpu_reduction

@@ -20,7 +20,7 @@ from toy import SEEDING, add_average, loss_of
 import hpcdp.torch
 from hpcdp.comm import thread_comm
 from hpcdp.comm import world as comm_world
-from hpcdp.comm.gpu_rows.transport import GpuTransport
+from hpcdp.comm.gpu_buckets.transport import GpuTransport
 from hpcdp.comm.world import Gpu
 from hpcdp.core.arrays import Streams, gpu
 from hpcdp.errors import ConfigError, MismatchError, StaleGradientError, UnsupportedError

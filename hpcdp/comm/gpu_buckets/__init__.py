@@ -1,7 +1,8 @@
-"""Rows on the GPUs of a node's ranks, one for each rank, which are summed where they are.
+"""The memory of buckets on GPUs: a row for each rank of the node, summed where they are.
 
-`make` allocates them and chooses their transport: `nccl` where each rank has a GPU, `cuda_ipc` where all share one. If
-several ranks share each of several GPUs, they sum by CUDA IPC on each GPU and by NCCL between the GPUs (`GpuGroups`)::
+`make` allocates the rows and chooses their transport: `nccl` where each rank has a GPU, `cuda_ipc` where all share
+one. If several ranks share each of several GPUs, they sum by CUDA IPC on each GPU and by NCCL between the GPUs
+(`GpuGroups`)::
 
     each GPU            the first of its ranks sums the rows of all into its own
     the first ranks     sum over the GPUs, each the columns that ranks of its GPU own
