@@ -79,7 +79,7 @@ if TYPE_CHECKING:
     from .compression import Compression
     from .core import arrays as devices
     from .core.arrays import Device, cpu, gpu
-    from .data_parallel.trainer_parts import Policy
+    from .data_parallel.gradient_policy import Policy
     from .errors import HpcdpError
     from .train.trainer import Trainer
 
@@ -162,7 +162,7 @@ _HOMES = {
     "Device": "hpcdp.core.arrays",
     "HpcdpError": "hpcdp.errors",
     "Monoid": "hpcdp.collectives",
-    "Policy": "hpcdp.data_parallel.trainer_parts",
+    "Policy": "hpcdp.data_parallel.gradient_policy",
     "Trainer": "hpcdp.train.trainer",
     "World": "hpcdp.comm.world",
     "allgather": "hpcdp.collectives",

@@ -6,7 +6,8 @@
 - `overlap`: schedules of reductions and updates, at the end of a step or beside computation; times of a step.
 - `sharded_update`: update strategies: every rank updates all parameters, or the owner of a shard updates it.
 - `base_trainer`, `bucket_trainer`: the base of all trainers, the trainer on buckets.
-- `trainer_parts`: non-finite and missing gradients, loss scaling, saved state.
+- `gradient_policy`: missing and non-finite gradients. `loss_scaling`: constant and dynamic scales of the loss.
+- `trainer_state`: the saved state of a trainer: the optimizer's state, and the residuals of compression.
 """
 
 from .buckets import Layout, Slot

@@ -35,9 +35,10 @@ from ..nn import module
 from ..nn.module import Deferred
 from ..optim import Optimizer
 from .buckets import ParameterLike
+from .gradient_policy import Policy
+from .loss_scaling import first_scale
 from .overlap import BucketTimes, CommunicationStats
 from .sharded_update import Places, being_changed, moved, moved_anywhere, of_rank_0
-from .trainer_parts import Policy, first_scale
 
 if TYPE_CHECKING:
     from .bucket_trainer import GraphUpdate

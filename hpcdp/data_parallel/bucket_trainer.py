@@ -48,6 +48,8 @@ from .base_trainer import (
 )
 from .buckets import ParameterLike, plan
 from .deterministic import PlainSteps, ReproducibleSteps, checked_virtual_shards, fix_arithmetic
+from .gradient_policy import Policy, Unwritten, checked_policy, stale_anywhere
+from .loss_scaling import DynamicLossScaling, LossScaling, first_scale, is_dynamic, skipping
 from .overlap import EXPOSED, BucketTimes, CommunicationStats, GpuTimes
 from .sharded_update import (
     MASTER,
@@ -60,23 +62,14 @@ from .sharded_update import (
     places_of,
     squares_of_model,
 )
-from .trainer_parts import (
+from .trainer_state import (
     FILE_HEADER,
     RESIDUAL,
-    DynamicLossScaling,
-    LossScaling,
-    Policy,
-    Unwritten,
-    checked_policy,
-    first_scale,
-    is_dynamic,
     joined,
     optimizer_states,
     read_states,
     regrouped,
     residuals,
-    skipping,
-    stale_anywhere,
     take_residuals,
     take_states,
 )

@@ -23,7 +23,7 @@ from ..compression import Compression, Settings
 from ..core.arrays import Array, is_host, on_device_of, to_device_of, to_host
 from ..core.checks import function, not_copied, number, same_names
 from ..core.state import Part, Sharded, take
-from ..data_parallel.trainer_parts import joined
+from ..data_parallel.trainer_state import joined
 from ..engine import Engine, Variable
 from ..errors import ConfigError, HpcdpError, MissingKeyError, UnsupportedError, listed
 from ..optim import Optimizer, require_by_elements, require_optimizer

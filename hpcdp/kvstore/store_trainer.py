@@ -44,22 +44,12 @@ from ..data_parallel.base_trainer import (
     unfinished,
 )
 from ..data_parallel.buckets import Accumulation, ParameterLike
+from ..data_parallel.gradient_policy import Policy, Unwritten, checked_policy, stale, stale_anywhere
+from ..data_parallel.loss_scaling import first_scale, is_dynamic
 from ..data_parallel.overlap import CommunicationLane, CommunicationStats
 from ..data_parallel.reducer import StepSync, shared_comms
 from ..data_parallel.sharded_update import changing, moved, moved_anywhere, places_of, rule_at
-from ..data_parallel.trainer_parts import (
-    FILE_HEADER,
-    RESIDUAL,
-    Policy,
-    Unwritten,
-    checked_policy,
-    first_scale,
-    is_dynamic,
-    read_states,
-    stale,
-    stale_anywhere,
-    take_states,
-)
+from ..data_parallel.trainer_state import FILE_HEADER, RESIDUAL, read_states, take_states
 from ..errors import ConfigError, StaleGradientError, warn
 from ..optim import Optimizer, require_by_elements
 from . import KINDS, KVStore, create

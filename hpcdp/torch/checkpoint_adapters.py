@@ -38,7 +38,7 @@ from ..comm import World
 from ..core.arrays import BFLOAT16, bits, of_bits
 from ..core.state import Saved, Stateful, unquoted
 from ..data_parallel.base_trainer import members_of
-from ..data_parallel.trainer_parts import residuals, warn_of_lost_residuals
+from ..data_parallel.trainer_state import residuals, warn_of_lost_residuals
 from ..errors import ConfigError, UnsupportedError
 from . import tensors
 from .distributed import DistributedDataParallel

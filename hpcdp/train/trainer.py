@@ -14,7 +14,7 @@ from ..core.checks import function, instance
 from ..data_parallel.base_trainer import BaseTrainer, no_parameters
 from ..data_parallel.bucket_trainer import BucketTrainer
 from ..data_parallel.buckets import ParameterLike
-from ..data_parallel.trainer_parts import Policy
+from ..data_parallel.gradient_policy import Policy
 from ..errors import ConfigError, type_named
 from ..kvstore import KVStore
 from ..kvstore.store_trainer import StoreTrainer

@@ -32,7 +32,7 @@ from hpcdp.comm.world import Gpu
 from hpcdp.compression import Compression
 from hpcdp.core.arrays import Streams, dtype_of, gpu, is_host, to_host
 from hpcdp.data_parallel import Reducer, buckets, gpu_reduction, sharded_update
-from hpcdp.data_parallel.trainer_parts import gather_residuals, regrouped, take_residuals
+from hpcdp.data_parallel.trainer_state import gather_residuals, regrouped, take_residuals
 from hpcdp.errors import DeviceError, MismatchError, UnsupportedError
 from hpcdp.kernels.cuda import kernels
 from hpcdp.train.trainer import Trainer

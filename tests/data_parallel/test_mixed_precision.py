@@ -15,8 +15,8 @@ from hpcdp.autograd import record
 from hpcdp.checkpoint import Manager
 from hpcdp.comm import thread_comm
 from hpcdp.core.arrays import dtype_of, to_host
-from hpcdp.data_parallel import trainer_parts as data_parallel_policy
-from hpcdp.data_parallel.trainer_parts import DynamicLossScaling
+from hpcdp.data_parallel import loss_scaling
+from hpcdp.data_parallel.loss_scaling import DynamicLossScaling
 from hpcdp.errors import ConfigError, MismatchError
 from hpcdp.train.fit import fit
 from hpcdp.train.metrics import evaluate
@@ -222,7 +222,7 @@ def test_the_scale_is_doubled_after_2000_good_steps_in_a_row_and_never_below_1()
 
 @pytest.mark.parametrize("by", ["step", "update"])
 def test_a_trainer_follows_its_scale(by, monkeypatch):
-    monkeypatch.setattr(data_parallel_policy, "GROWTH_INTERVAL", 3)
+    monkeypatch.setattr(loss_scaling, "GROWTH_INTERVAL", 3)
 
     def rank(world):
         params = model()

@@ -26,7 +26,7 @@ from hpcdp import kvstore, nn, optim
 from hpcdp.autograd import record
 from hpcdp.comm import thread_comm
 from hpcdp.data_parallel.bucket_trainer import BucketTrainer
-from hpcdp.data_parallel.trainer_parts import Policy
+from hpcdp.data_parallel.gradient_policy import Policy
 from hpcdp.errors import MismatchError, StaleGradientError
 from hpcdp.kvstore.arguments import PullHandle
 from hpcdp.kvstore.serve import serve

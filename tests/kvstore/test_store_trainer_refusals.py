@@ -8,7 +8,7 @@ from store_networks import backward, network, rule
 import hpcdp
 from hpcdp import kvstore, nn, optim
 from hpcdp.comm import thread_comm
-from hpcdp.data_parallel.trainer_parts import Policy
+from hpcdp.data_parallel.gradient_policy import Policy
 from hpcdp.errors import ConfigError, MismatchError, StaleGradientError
 
 

@@ -4,7 +4,7 @@ from raises import raises
 
 from hpcdp import autograd, nn, optim
 from hpcdp.comm import thread_comm
-from hpcdp.data_parallel.trainer_parts import Policy
+from hpcdp.data_parallel.gradient_policy import Policy
 from hpcdp.errors import ConfigError, UnsupportedError
 from hpcdp.nn.functional import softmax_cross_entropy
 from hpcdp.train.trainer import Trainer
