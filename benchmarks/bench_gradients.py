@@ -49,7 +49,7 @@ _TOLERANCE = 1e-4
 
 @dataclass
 class FlatParameter:
-    """A parameter of a model without layers: what `hpcdp.gradients` asks for and nothing else."""
+    """A parameter of a model without layers: what `hpcdp.data_parallel` needs and nothing else."""
 
     name: str
     data: np.ndarray

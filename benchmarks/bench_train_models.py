@@ -105,7 +105,7 @@ def torch_step(pair: Pair, initial: list[np.ndarray], batches: list[Any]) -> Cal
 
 
 def against_torch(world: comm.World, model: str, batch: int, turns: int, seconds: float) -> dict[str, Any]:
-    """As `train_lenet.against_torch`, of one of `PAIRS`."""
+    """As `bench_train_lenet.against_torch`, of one of `PAIRS`."""
     pair = PAIRS[model]
     batches = [pair.batch(batch)] * _BATCHES
     net = pair.ours()

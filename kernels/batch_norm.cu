@@ -1,10 +1,12 @@
-// Batch normalization. As reference/normalization.py: sums are in float64, of 16 bits those of a pack in float32
-// where a center was subtracted, in an order that depends on the shape alone; what is done element by element has its
-// bits, of 16 bits those of its float32 rounded once. What has one element a channel is wide.
+// Batch normalization. Specification: hpcdp/kernels/reference.py. Sums are in float64 (for 16-bit formats, those of a
+// pack in float32 after a center was subtracted), in an order that depends on the shape alone. Elementwise results have
+// the reference's bits; in 16-bit formats they are float32 results rounded once. Arrays with one element a channel are
+// in the wide type.
 //
-// Mean and variance come of one reading: of the sums of what is left of elements without a typical one of their channel
-// (`center_of`), and of its squares. Those cancel harmlessly: where that one is k deviations from the mean, the variance
-// loses a factor of k^2 of the precision of a pack's sums, float64, of 16 bits float32; k is at most the root of n.
+// Mean and variance take one pass: sums of the deviations from a typical element of their channel (`center_of`), and of
+// their squares. The cancellation is harmless: where that element is k deviations from the mean, the variance loses a
+// factor of k^2 of the precision of a pack's sums (float64; float32 for 16-bit formats), and k is at most the square
+// root of n.
 #include "common.cuh"
 #include "channels.cuh"
 

@@ -1,5 +1,5 @@
-// Casts between float32 and the 16-bit formats, and scaling. As reference/elementwise.py: same bits, but for
-// those of a NaN's payload in float16.
+// Casts between float32 and the 16-bit formats, and scaling. Specification: hpcdp/kernels/reference.py, with the same
+// bits, except for the payload of a NaN in float16.
 #include "common.cuh"
 
 template <class From, class To, class Cast>

@@ -1,5 +1,5 @@
-// Gradients encoded for the wire, what is not sent being kept. reference/compress.py is the specification: the scales
-// of blocks are the same up to rounding, and everything else has the same bits for the same scales.
+// Encodings of gradients for the wire, which keep what is not sent. Specification: hpcdp/kernels/reference.py. The
+// scales of blocks are equal up to rounding, and everything else has the same bits for the same scales.
 #include "common.cuh"
 #include "codes.cuh"
 #include "top_k.cuh"

@@ -1,7 +1,7 @@
-// What a convolution does beside its product (im2col). As reference/convolution.py: same order of additions, same
-// bits, of 16 bits those of its float32 rounded once. Images are (batch, channels, positions), factors and results of
-// products (rows, batch x positions), so that one product does for all images. A thread computes one element, which it
-// collects from where it lies: no atomics.
+// The steps of a convolution beside its product (im2col). Specification: hpcdp/kernels/reference.py, with the same
+// order of additions and the same bits; 16-bit results are those of float32 rounded once. Images are (batch, channels,
+// positions); factors and results of products are (rows, batch x positions), so one product serves all images. A thread
+// computes one element from all elements that contribute to it: no atomics.
 #include "common.cuh"
 #include "windows.cuh"
 

@@ -1,8 +1,8 @@
-// Softmax and cross-entropy. reference/sequences.py is the specification: the same numbers up to the rounding of
+// Softmax and cross-entropy. Specification: hpcdp/kernels/reference.py, with the same numbers up to the rounding of
 // exp, log and a quotient, and the same bits of the gradient for the same chances. Sums are in float64, in an order
-// that depends on the number of classes and their type alone. Of logits of 16 bits chances and losses are float32, and
-// the gradient is that of float32 rounded once. A label that is out of range, which nobody can see without waiting for
-// the device, makes the loss and all chances of its row NaN.
+// that depends on the number of classes and their type alone. For 16-bit logits, chances and losses are float32, and
+// the gradient is that of float32 rounded once. A label that is out of range makes the loss and all chances of its row
+// NaN, because the host could see it only by waiting for the device.
 #include "common.cuh"
 
 // Packs of its row that a thread keeps in shared memory, where exp is computed once of each; others it reads again.

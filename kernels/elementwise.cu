@@ -1,5 +1,5 @@
-// Sums and ReLU of whole arrays, of which CuPy's own operations load one element at a time, at half of memory's rate.
-// reference/elementwise.py is the specification: same bits, of 16 bits those of its float32 rounded once.
+// Sums and ReLU of whole arrays: CuPy's own operations load one element at a time, at half of memory's rate.
+// Specification: hpcdp/kernels/reference.py, with the same bits; 16-bit results are those of float32 rounded once.
 #include "common.cuh"
 
 // `out` may be either.

@@ -1,6 +1,6 @@
-// Bias and activation after a product or a convolution, in one pass over memory, and back. As
-// reference/elementwise.py: same bits, of 16 bits those of its float32 rounded once, but sums: in float64, in an order
-// that depends on the shape alone.
+// Bias and activation after a product or a convolution, in one pass over memory, and their gradients. Specification:
+// hpcdp/kernels/reference.py, with the same bits; 16-bit results are those of float32 rounded once. Sums are in
+// float64, in an order that depends on the shape alone.
 #include "common.cuh"
 #include "channels.cuh"
 
@@ -69,7 +69,8 @@ __device__ void bias_gradient_of_images(
     if (threadIdx.x == 0) store_sum(total, part.channel, part.piece, part.pieces, partial, sums);
 }
 
-enum { COLUMNS = 16 };  // of a block, cuda/elementwise.py says so, too: 32 bytes of float16, which memory gives at once
+// Columns of a block: 32 bytes of float16, which memory reads at once. Also in hpcdp/kernels/cuda/kernels.py.
+enum { COLUMNS = 16 };
 
 // The same of rows: neighboring threads have the columns of a row, and a block's pieces those rows between the others.
 template <class T>

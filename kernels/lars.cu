@@ -1,4 +1,5 @@
-// SGD of a layer at a rate that its norms give: LARS. reference/update.py is the specification: same bits.
+// LARS: SGD with a rate for each layer, which depends on norms. Specification: hpcdp/kernels/reference.py, with the
+// same bits.
 #include "common.cuh"
 #include "sgd.cuh"
 

@@ -1,9 +1,9 @@
-// Sums of squares and the search for infinities and NaNs. As reference/reduce.py: the same sums up to
-// rounding in float64. Blocks sum into partial sums, which `add_partials` adds: the order of additions depends on the
-// number of elements alone, not on where they lie or which GPU it is.
+// Sums of squares, and the scale that clips a gradient. Specification: hpcdp/kernels/reference.py, with sums equal up
+// to rounding in float64. Blocks write partial sums, which `add_partials` adds. The order of additions depends on the
+// number of elements alone, not on addresses or the kind of GPU.
 #include "common.cuh"
 
-enum { PIECES = 128 };  // of a layer, cuda/reduce.py launches as many blocks for each
+enum { PIECES = 128 };  // blocks that sum one layer; also in hpcdp/kernels/cuda/kernels.py
 
 // The sum of squares of what thread `thread` of `threads` is to read of `count` elements; `x` may begin anywhere.
 template <class T> __device__ double squares(const T* __restrict__ x, Index count, Index thread, Index threads) {

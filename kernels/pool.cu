@@ -1,7 +1,7 @@
-// Average and max pooling. As reference/convolution.py: same order of additions, same bits, of 16 bits those of
-// its float32 rounded once. A thread computes one element of the result, or of the gradient, for which it collects from
-// all windows that it lies in: no atomics. Of windows of 2 x 2 side by side, the usual ones, it takes 16 bytes of a row
-// at once: of two rows for results, of one for the gradient.
+// Average and max pooling. Specification: hpcdp/kernels/reference.py, with the same order of additions and the same
+// bits; 16-bit results are those of float32 rounded once. A thread computes one element of the result, or of the
+// gradient, from all windows that contain it: no atomics. For adjacent windows of 2 x 2, the usual ones, it reads 16
+// bytes of a row at once: of two rows for results, of one for the gradient.
 #include "common.cuh"
 #include "windows.cuh"
 

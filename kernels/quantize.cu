@@ -1,4 +1,5 @@
-// Gradients in 2 bits or 1 bit an element, the rest being kept. reference/compress.py is the specification: same bits.
+// Encodings of gradients in 2 bits or 1 bit an element, which keep the rest. Specification: hpcdp/kernels/reference.py,
+// with the same bits.
 #include "common.cuh"
 #include "codes.cuh"
 

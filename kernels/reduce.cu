@@ -1,5 +1,5 @@
-// N-way reductions of arrays of one size, as of buckets that the ranks of a node have mapped. reference/reduce.py is
-// the specification: same order, same bits.
+// N-way reductions of arrays of one size, such as buckets that the ranks of a node have mapped. Specification:
+// hpcdp/kernels/reference.py, with the same order and the same bits.
 #include "common.cuh"
 
 enum { MAX_ROWS = 32 };

@@ -1,9 +1,8 @@
-// Rows added to those of a table, each in its turn, to the bits of reference/sequences.py,
-// for additions to one row come in the order in which they are given, by one thread for each column. Atomic additions
-// would come in another order in each run.
+// Addition of rows to those of a table. Specification: hpcdp/kernels/reference.py, with the same bits: additions to one
+// row run in the given order, by one thread for each column. Atomic additions would run in another order in each run.
 //
-// To find what goes to one row, the numbers of the rows are sorted, digit by digit from the last (radix sort); each pass
-// leaves those of equal digits in their order. What is sorted are places: `order` says which comes at each.
+// To find the additions to each row, the numbers of the rows are sorted digit by digit from the last (radix sort); each
+// pass keeps the order of equal digits. The sort moves places in the list: `order` says which comes at each.
 #include "common.cuh"
 
 enum { DIGITS = THREADS, AHEAD = 8 };  // one for each thread; so many values are on their way at once

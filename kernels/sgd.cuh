@@ -1,4 +1,4 @@
-// SGD, plain and with momentum, element by element; see reference/update.py.
+// SGD, plain and with momentum, element by element. Specification: hpcdp/kernels/reference.py.
 
 template <class T>
 __device__ void sgd(T* __restrict__ param, const T* __restrict__ grad, Index count, T lr, T weight_decay, T scale) {

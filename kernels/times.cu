@@ -1,4 +1,4 @@
-// What measuring needs on the GPU.
+// Kernels for measurements on the GPU.
 #include "common.cuh"
 
 extern "C" __global__ void nap(Index ticks) {

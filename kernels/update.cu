@@ -1,7 +1,7 @@
-// Fused optimizer updates, one pass over memory. reference/update.py is the specification: same bits.
+// Fused optimizer updates, one pass over memory. Specification: hpcdp/kernels/reference.py, with the same bits.
 //
-// Coefficients are numbers, or, in a CUDA graph, which would freeze them, in memory: `from` if it is not null. So may
-// the scale be, which clipping computes on the GPU: `scale_at`, in the place of the coefficient.
+// Coefficients are arguments, or are read from memory if `from` is not null, because a CUDA graph would freeze
+// arguments. The scale, too, may be in memory (`scale_at`), where clipping has computed it on the GPU.
 #include "common.cuh"
 #include "sgd.cuh"
 

@@ -1,4 +1,6 @@
-"""HDF5 files of shards: which rank writes which elements, and writing, compressing and reading them with checksums.
+"""HDF5 files of checkpoints: which rank writes which elements; writing, compressing and reading with checksums.
+
+`core.hdf5` reads and writes those of data sets and exported models.
 
 - `own_pieces`: each element is written once. Ranks with copies of a long tensor write equal parts of it.
 - `lay_out`, `fill`: HDF5 lays out a data set for each run of elements, and plain writes fill it, with a checksum for

@@ -4,7 +4,7 @@ The algorithms work on flat host arrays. GPU arrays are staged in pinned host me
 several times as fast as pageable memory. CuPy caches it; ``cupy.get_default_pinned_memory_pool().free_all_blocks()``
 frees it.
 
-`accepts_tensors` lets a function take tensors of PyTorch, and of other kinds in `array_kinds`, as arrays.
+`accepts_tensors` lets a function take tensors of PyTorch, and of other kinds in `core.arrays.kinds`, as arrays.
 """
 
 from __future__ import annotations

@@ -261,7 +261,7 @@ class ProgressEngine:
         self._over: deque[Operation[Any]] = deque()
         """Operations that are over, and whose callbacks have not been called."""
         self._turn = threading.RLock()
-        """Held by the thread that advances `_active`: worlds may be used by different threads."""
+        """Held by the thread that advances `active`: worlds may be used by different threads."""
         self._round = 0
         self._world = weakref.ref(world)
         self._has_lane = self._is_polled = False

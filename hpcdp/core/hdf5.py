@@ -1,4 +1,6 @@
-"""Reading of HDF5 files that may be damaged or hostile, and files of named arrays.
+"""HDF5 files of data sets and exported models: reading files that may be damaged or hostile; files of named arrays.
+
+`checkpoint.hdf5_file` reads and writes the files of checkpoints.
 
 HDF5 follows some damaged structures without end, in C code that no Python signal handler interrupts, and crashes on
 others. Opening a file and listing its keys is safe; opening data sets, visiting all objects and reading are not. So a

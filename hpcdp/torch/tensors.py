@@ -66,7 +66,7 @@ def as_tensor(array: Array) -> torch.Tensor:
 
 
 class TensorKind:
-    """Tensors as arguments and results of functions that compute on arrays, see `array_kinds`.
+    """Tensors as arguments and results of functions that compute on arrays, see `core.arrays.kinds`.
 
     Host tensors and NumPy arrays share memory, GPU tensors and CuPy arrays do.
     """

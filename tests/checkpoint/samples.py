@@ -11,7 +11,7 @@ from hpcdp.checkpoint.manager import by_rank
 from hpcdp.comm import World
 
 ROWS, COLUMNS = 41, 13
-LONG = 300_000  # float32: over `plan.WHOLE_NBYTES`, so that all ranks write a part
+LONG = 300_000  # float32: over `hdf5_file.WHOLE_NBYTES`, so that all ranks write a part
 
 
 def write_shard(path: Path, pieces: list[FilePiece], compression: str | None = None) -> tuple[list[Stored], File]:
