@@ -74,6 +74,13 @@ class Blocks:
         if own.size and own.ctypes.data != place.ctypes.data:
             place[...] = own
 
+    def fill(self, data: np.ndarray) -> None:
+        """Copy the blocks for this rank from the data of all ranks, shape ``(n, nbytes)``, uint8."""
+        ends = self.layout.ends
+        for rank, first in enumerate(self.layout.firsts):
+            begin, end = ends[rank], ends[rank + 1]
+            self.received[begin:end] = data[rank, first : first + end - begin]
+
 
 def offsets(sizes: Sequence[int]) -> list[int]:
     """Return the limits of consecutive blocks of ``sizes``, beginning with 0."""
@@ -268,6 +275,14 @@ def counts_by_node(counts: np.ndarray, world: World, tag: int) -> StepsTo[tuple[
     shape = len(nodes.here), len(nodes.carried[nodes.number])
     collected = yield from _by_node(blocks, world, tag, nodes, np.full(shape, counts.itemsize))
     return received, np.concatenate([part.view(np.int64) for part in collected]).reshape(shape)
+
+
+def passed_on_of(counts: np.ndarray, world: World) -> np.ndarray | None:
+    """Return the second result of `counts_by_node`, given the numbers of all ranks, shape ``(n, n)``."""
+    if not 1 < world.num_nodes < world.size:
+        return None
+    nodes = nodes_of(world)
+    return counts[nodes.here][:, np.array(nodes.carried[nodes.number], int)]
 
 
 def _by_node(blocks: Blocks, world: World, tag: int, nodes: Nodes, carried: np.ndarray) -> StepsTo[list[np.ndarray]]:

@@ -20,10 +20,11 @@ import numpy as np
 from ..comm import World
 from ..comm.communicator import StepsTo, bounds
 from ..comm.consistency import Call
-from ..comm.tasks import Operation, ProgressEngine
+from ..comm.tasks import Operation, ProgressEngine, run_until_complete
 from ..comm.watchdog import Watchdog
 from ..core.arrays import Array, dtype_name, dtype_of_char, from_host, in_kind_of_sender, kind_number
 from ..core.checks import choices, described
+from ..core.state import protection_of
 from ..errors import UnsupportedError
 from . import algorithm_choice, intra_node
 from . import blocks as block_algorithms
@@ -225,20 +226,23 @@ def ibarrier(world: World | None = None) -> Operation[None]:
 def run(name: str, world: World | None, x: Any, *arguments: Any, out: Array | None = None) -> Any:
     """Run an operation of this module, or an allgather, to its end; return its result.
 
-    A repeated call of equal arrays inside a node is one kernel call, as long as the ranks announce the same counts.
+    A repeated call of equal arrays is one kernel call inside a node, and one exchange of short messages with little
+    work around it elsewhere, as long as the ranks announce the same counts.
     """
     world = ranks_of(world)
     key = _key_of(name, x, arguments)
     repeated: _Repeated | None = None if key is None else world.kept.get(_Repeated, _NOTHING).get(key)
-    if repeated is not None and (received := repeated.run(world, x, out)) is not None:
-        return repeated.finish(received)
+    if repeated is not None:
+        result = repeated.run(world, x, out, lambda: _EXCHANGES[name](name, world, x, *arguments, out))
+        if result is not _USUALLY:
+            return result
     exchange = _EXCHANGES[name](name, world, x, *arguments, out)
     result = run_exchange(exchange, world, x)
     if key is not None and exchange.moved is not None:
         known: dict[object, _Repeated | None] = world.keep(_Repeated, dict)
         if len(known) >= _MOST_REPEATED:
             known.clear()
-        known[key] = _Repeated.of(exchange, world)
+        known[key] = _repeated_of(exchange, world)
     return result
 
 
@@ -274,34 +278,93 @@ def _key_of(name: str, x: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...] | 
     return name, shape, dtype, arguments
 
 
+_USUALLY = object()
+"""In place of a result: the call must be made in the usual way."""
+
+
 @dataclass(frozen=True)
 class _Repeated:
-    """A call whose exchange is one kernel call."""
+    """A call that moves what an earlier one has moved."""
+
+    moved: Moved
+
+    def run(self, world: World, x: np.ndarray | None, out: Array | None, make: Callable[[], Exchange]) -> Any:
+        """Return the result, or `_USUALLY`; ``make()`` returns the exchange of the call."""
+        moved = self.moved
+        if out is None:
+            out = np.empty(moved.shape, moved.dtype)
+        else:
+            fits = type(out) is np.ndarray and (out.shape, out.dtype) == (moved.shape, moved.dtype)
+            if not fits or not out.flags.carray or protection_of(out) is not None:
+                return _USUALLY
+        return self._run(world, _NO_BYTES if x is None else bytes_of(x), out, make)
+
+    def _run(self, world: World, sent: np.ndarray, out: np.ndarray, make: Callable[[], Exchange]) -> Any:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class _RepeatedInMemory(_Repeated):
+    """One whose exchange is one kernel call."""
 
     bound: Callable[..., bool]
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    finish: Callable[[Any], Any]
 
-    @classmethod
-    def of(cls, exchange: Exchange, world: World) -> _Repeated | None:
-        """Return the repetition of an exchange that has ended; None without such a kernel."""
-        if exchange.moved is None or not exchange.shares(world):
-            return None
-        counts, moved = exchange.moved
+    def _run(self, world: World, sent: np.ndarray, out: np.ndarray, make: Callable[[], Exchange]) -> Any:
+        return self.moved.finish(out) if self.bound(world, sent, bytes_of(out)) else _USUALLY
+
+
+@dataclass(frozen=True)
+class _RepeatedByMessages(_Repeated):
+    """One whose data are sent along with the counts."""
+
+    call: Call
+    numbers: np.ndarray
+    """Shape ``(k + 1,)``, int64: this rank's counts and the bytes of its data."""
+    of_all: np.ndarray
+    """Shape ``(n, k + 1)``: those of all ranks."""
+    room: int
+
+    def _run(self, world: World, sent: np.ndarray, out: np.ndarray, make: Callable[[], Exchange]) -> Any:
+        progress = ProgressEngine.of(world)
+        if world.meetings or progress.active.running:
+            return _USUALLY
+        watchdog, watched = progress.watchdog, (self.call.operation, sent)
+        watchdog.calls += 1
+        watchdog.enter(watched)
+        try:
+            gathered = progress.calls.gather_now(self.call, _with_data(self.numbers, sent, self.room))
+            k = self.numbers.size
+            if (gathered[:, :k] == self.of_all).all():
+                Blocks(self.moved.layout, sent, bytes_of(out)).fill(gathered.view(np.uint8)[:, 8 * k :])
+                return self.moved.finish(out)
+            return run_until_complete(_Movement(make(), world).continued(gathered))
+        finally:
+            watchdog.leave(watched)
+
+
+def _with_data(numbers: np.ndarray, sent: np.ndarray, room: int) -> np.ndarray:
+    """Return ``numbers`` followed by ``room`` bytes, in which the data ``sent`` are if they fit."""
+    k = numbers.size
+    joined = np.zeros(k + room // 8, np.int64)
+    joined[:k] = numbers
+    if sent.size <= room:
+        joined[k:].view(np.uint8)[: sent.size] = sent
+    return joined
+
+
+def _repeated_of(exchange: Exchange, world: World) -> _Repeated | None:
+    """Return the repetition of an exchange that has ended; None if that would save nothing."""
+    if exchange.moved is None:
+        return None
+    counts, moved = exchange.moved
+    if exchange.shares(world):
         bound = intra_node.bound_exchange(exchange.counts, counts, moved.layout, world, exchange.call)
-        if bound is None:
-            return None
-        return cls(bound.direct_call(world, exchange.call), moved.shape, moved.dtype, moved.finish)
-
-    def run(self, world: World, x: np.ndarray | None, out: Array | None) -> np.ndarray | None:
-        """Return the received array; None if the call must be made in the usual way."""
-        if out is None:
-            out = np.empty(self.shape, self.dtype)
-        elif type(out) is not np.ndarray or out.shape != self.shape or out.dtype != self.dtype or not out.flags.carray:
-            return None
-        sent = _NO_BYTES if x is None else bytes_of(x)
-        return out if self.bound(world, sent, bytes_of(out)) else None
+        return None if bound is None else _RepeatedInMemory(moved, bound.direct_call(world, exchange.call))
+    if exchange.nbytes_of_all is None:
+        return None
+    numbers = np.array([*exchange.counts, exchange.sent.size], np.int64)
+    of_all = np.column_stack([counts, exchange.nbytes_of_all])
+    return _RepeatedByMessages(moved, exchange.call, numbers, of_all, _room_beside_counts(exchange, world))
 
 
 _NO_BYTES = np.empty(0, np.uint8)
@@ -317,14 +380,15 @@ def run_exchange(exchange: Exchange, world: World, x: object) -> Any:
     """Run an exchange to its end; return its result."""
     name = exchange.call.operation
     with world.meeting() if world.meetings else contextlib.nullcontext(), Watchdog.of(world).watching(name, x):
-        return ProgressEngine.of(world).run(name, _steps_of(exchange, world), x)
+        progress = ProgressEngine.of(world)
+        return progress.run(name, _Movement(exchange, world).steps(blocks=not progress.active.running), x)
 
 
 def start_exchange(exchange: Exchange, world: World, x: object) -> Operation[Any]:
     """Start an exchange; the first one of a world waits for the other ranks."""
     name = exchange.call.operation
     with Watchdog.of(world).watching(name, x):
-        steps = _steps_of(exchange, world)
+        steps = _Movement(exchange, world).steps()
     return ProgressEngine.of(world).start(name, steps, x)
 
 
@@ -368,56 +432,101 @@ class Exchange:
     """The requested algorithm; another than ``"auto"`` keeps to messages."""
     moved: tuple[np.ndarray, Moved] | None = None
     """The counts of all ranks and what was moved, after the end."""
+    nbytes_of_all: np.ndarray | None = None
+    """Shape ``(n,)``: the bytes of the data of all ranks, if they came along with the counts."""
 
     def shares(self, world: World) -> bool:
         """Return whether the data move in the memory of a node."""
         return self.algorithm == "auto" and world.size > 1 and intra_node.can_share(world)
 
 
-def _steps_of(exchange: Exchange, world: World) -> StepsTo[Any]:
-    """Return the steps of an exchange; the first call of a world blocks until every rank has called."""
-    progress, call = ProgressEngine.of(world), exchange.call
-    shares = exchange.shares(world)
-    progress.prepare(intra_node.prepare if shares else exchange.prepare, world, call)
-    tag = 0
+_WITH_COUNTS_NBYTES, _WITH_ALL_COUNTS_NBYTES, _LEAST_WITH_COUNTS_NBYTES = 512, 1 << 10, 64
+"""The most data that a rank sends along with its counts, if it does not share memory with all others, and that all do;
+with more ranks than leave the least for each, none.
+"""
 
-    def then(counts: np.ndarray) -> StepsTo[Any]:
-        return (yield from move(counts, exchange.plan(counts)))
 
-    def then_of_messages(largest: int) -> StepsTo[Any]:
-        assert exchange.plan_of_messages is not None
-        counts = np.array(exchange.counts, np.int64)
-        counts, carried = yield from block_algorithms.counts_by_node(counts, world, tag)
-        return (yield from move(counts, exchange.plan_of_messages(largest, counts, carried)))
+def _room_beside_counts(exchange: Exchange, world: World) -> int:
+    """Return the bytes of data that each rank sends along with its counts; equal on all ranks."""
+    if exchange.algorithm != "auto" or world.size == 1:
+        return 0
+    room = min(_WITH_COUNTS_NBYTES, _WITH_ALL_COUNTS_NBYTES // world.size) // 8 * 8
+    return room if room >= _LEAST_WITH_COUNTS_NBYTES else 0
 
-    def move(counts: np.ndarray, moved: Moved | None) -> StepsTo[Any]:
-        if moved is None:
-            return None
-        receiver = _Receiver(call.operation, exchange.out, moved.shape, moved.dtype)
-        blocks = Blocks(moved.layout, exchange.sent, receiver.data)
-        if shares:
-            yield from intra_node.exchange(blocks, world, call)
-        else:
-            blocks.keep_own(world.rank)
-            yield from block_algorithms.ALGORITHMS[moved.algorithm](blocks, world, tag)
-        exchange.moved = counts, moved
-        return moved.finish(receiver.result(exchange.like))
 
-    def steps() -> StepsTo[Any]:
-        nonlocal tag
+class _Movement:
+    """An exchange in progress; the first one of a world blocks until every rank has made its own."""
+
+    def __init__(self, exchange: Exchange, world: World) -> None:
+        self._exchange, self._world, self._progress = exchange, world, ProgressEngine.of(world)
+        self._shares = exchange.shares(world)
+        self._room = 0 if self._shares else _room_beside_counts(exchange, world)
+        self._tag = 0
+        self._progress.prepare(intra_node.prepare if self._shares else exchange.prepare, world, exchange.call)
+
+    def steps(self, blocks: bool = False) -> StepsTo[Any]:
+        """Return the steps of the exchange; with ``blocks`` the first one waits for what other ranks send first."""
         # In the first step, during which no other thread starts an operation: the tag is that of this call.
-        counts, calls = np.array(exchange.counts, np.int64), progress.calls
-        if shares:
+        exchange, calls, call = self._exchange, self._progress.calls, self._exchange.call
+        counts = np.array(exchange.counts, np.int64)
+        if self._room:
+            numbers = _with_data(np.append(counts, exchange.sent.size), exchange.sent, self._room)
+            if blocks:
+                return (yield from self.continued(calls.gather_now(call, numbers)))
+            gathering = calls.gather(call, numbers, self._move_gathered)
+        elif self._shares:
             calls.number += 1
-            gathering = intra_node.gather(call, counts, exchange.sent, then, world)
+            gathering = intra_node.gather(call, counts, exchange.sent, self._move_counted, self._world)
         elif exchange.plan_of_messages is not None:
-            gathering = calls.largest(call, max(exchange.counts), then_of_messages)
+            gathering = calls.largest(call, max(exchange.counts), self._move_messages)
         else:
-            gathering = calls.gather(call, counts, then)
-        tag = progress.tag(call.signature)
+            gathering = calls.gather(call, counts, self._move_counted)
+        self._tag = self._progress.tag(call.signature)
         return (yield from gathering)
 
-    return steps()
+    def continued(self, gathered: np.ndarray) -> StepsTo[Any]:
+        """Return the steps after the numbers of all ranks have been gathered."""
+        self._tag = self._progress.tag(self._exchange.call.signature)
+        return self._move_gathered(gathered)
+
+    def _move_counted(self, counts: np.ndarray) -> StepsTo[Any]:
+        return (yield from self._move(counts, self._exchange.plan(counts)))
+
+    def _move_messages(self, largest: int) -> StepsTo[Any]:
+        counts = np.array(self._exchange.counts, np.int64)
+        counts, passed_on = yield from block_algorithms.counts_by_node(counts, self._world, self._tag)
+        assert self._exchange.plan_of_messages is not None
+        return (yield from self._move(counts, self._exchange.plan_of_messages(largest, counts, passed_on)))
+
+    def _move_gathered(self, gathered: np.ndarray) -> StepsTo[Any]:
+        exchange, k = self._exchange, len(self._exchange.counts)
+        counts, nbytes = gathered[:, :k].copy(), gathered[:, k].copy()
+        if int(nbytes.max()) <= self._room:
+            exchange.nbytes_of_all = nbytes
+            data = gathered.view(np.uint8)[:, 8 * (k + 1) :]
+            return (yield from self._move(counts, exchange.plan(counts), data))
+        if exchange.plan_of_messages is None:
+            return (yield from self._move(counts, exchange.plan(counts)))
+        passed_on = block_algorithms.passed_on_of(counts, self._world)
+        moved = exchange.plan_of_messages(int(counts.max()), counts[:, self._world.rank].copy(), passed_on)
+        return (yield from self._move(counts, moved))
+
+    def _move(self, counts: np.ndarray, moved: Moved | None, data: np.ndarray | None = None) -> StepsTo[Any]:
+        """Move the blocks, or copy them from the ``data`` of all ranks; return the result."""
+        if moved is None:
+            return None
+        exchange, world = self._exchange, self._world
+        receiver = _Receiver(exchange.call.operation, exchange.out, moved.shape, moved.dtype)
+        blocks = Blocks(moved.layout, exchange.sent, receiver.data)
+        if data is not None:
+            blocks.fill(data)
+        elif self._shares:
+            yield from intra_node.exchange(blocks, world, exchange.call)
+        else:
+            blocks.keep_own(world.rank)
+            yield from block_algorithms.ALGORITHMS[moved.algorithm](blocks, world, self._tag)
+        exchange.moved = counts, moved
+        return moved.finish(receiver.result(exchange.like))
 
 
 def allgather_exchange(name: str, world: World, x: Array, algorithm: str, out: Array | None, *facts: str) -> Exchange:

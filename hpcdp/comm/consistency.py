@@ -723,8 +723,7 @@ class Calls:
             Steps that return the result of those that follow.
         """
         self.number += 1
-        gathered = np.zeros((self._size, counts.size), np.int64)
-        gathered[self._rank] = counts
+        gathered = self._row_of(counts)
         exchange = self.messages.steps(call, gathered.reshape(-1), _SUM)
 
         def steps() -> StepsTo[T]:
@@ -732,6 +731,21 @@ class Calls:
             return (yield from then(gathered))
 
         return steps()
+
+    def gather_now(self, call: Call, counts: np.ndarray) -> np.ndarray:
+        """Compare ``call`` by messages, and return every rank's ``counts`` as for `gather`, blocking.
+
+        Operations started before must have ended.
+        """
+        self.number += 1
+        gathered = self._row_of(counts)
+        self.messages.agree(call, gathered.reshape(-1), _SUM)
+        return gathered
+
+    def _row_of(self, counts: np.ndarray) -> np.ndarray:
+        numbers = np.zeros((self._size, counts.size), np.int64)
+        numbers[self._rank] = counts
+        return numbers
 
 
 _NAMELESS = "as in a step of fit or a report"

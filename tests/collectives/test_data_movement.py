@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from raises import raises
 
 import hpcdp
-from hpcdp.collectives import algorithm_choice, blocks, intra_node
+from hpcdp.collectives import algorithm_choice, blocks, data_movement, intra_node
 from hpcdp.comm import thread_comm
 from hpcdp.comm.tasks import run_until_complete
-from hpcdp.errors import MismatchError, UnsupportedError
+from hpcdp.core.state import hold_together
+from hpcdp.errors import HpcdpError, MismatchError, UnsupportedError
 
 DTYPES = ["float16", "bfloat16", "float32", "float64", "int8", "uint64", "bool", "complex64", "complex128"]
 NODES = st.one_of(st.none(), st.integers(1, 3))
@@ -475,8 +476,9 @@ def test_a_repeated_call_that_differs_is_an_error_and_the_next_one_works():
     thread_comm.run(3, rank)
 
 
-def test_an_alltoall_over_nodes_tells_a_rank_no_more_than_it_needs():
-    """The numbers of rows travel as the rows do: no rank gets those that others exchange."""
+def test_an_alltoall_over_nodes_tells_a_rank_no_more_than_it_needs(monkeypatch):
+    """The numbers of rows travel as the rows do: no rank gets those that others exchange, if there are many ranks."""
+    monkeypatch.setattr(data_movement, "_WITH_ALL_COUNTS_NBYTES", 0)
 
     def rank(world):
         n = world.size
@@ -562,3 +564,47 @@ def test_a_repeated_reduce_scatter_has_the_bits_of_the_first_and_spares_its_arra
             assert (x == given).all()
 
     thread_comm.run(n, rank)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_short_data_between_nodes_come_with_the_counts_also_when_sizes_change(nodes):
+    """One exchange, whether the sizes are those of an earlier call on all ranks, on some or on none."""
+
+    def rank(world):
+        n, me = world.size, world.rank
+        sent = []
+        for counts in ([2] * n, [2] * n, [1 + r for r in range(n)], [2] * n, [0] * n, [40] * n, [2] * n):
+            before = world.comm.traffic.messages
+            x = np.arange(counts[me]) + 100 * me
+            wanted = np.concatenate([np.arange(count) + 100 * r for r, count in enumerate(counts)])
+            assert hpcdp.allgather(x, world).tolist() == wanted.tolist()
+            gathered = hpcdp.gather(x, n - 1, world)
+            assert gathered is None if me < n - 1 else gathered.tolist() == wanted.tolist()
+            whole = wanted.copy() if me == 0 else None
+            assert hpcdp.scatter(whole, 0, world, counts if me == 0 else None).tolist() == (
+                wanted[sum(counts[:me]) : sum(counts[: me + 1])].tolist()
+            )
+            received, rows = hpcdp.alltoall(np.repeat(np.arange(n), counts) + 10 * me, counts, world)
+            assert rows.tolist() == [counts[me]] * n
+            assert received.tolist() == np.repeat(me + 10 * np.arange(n), counts[me]).tolist()
+            sent.append(world.comm.traffic.messages - before)
+        return sent
+
+    for n in (2, 3, 4):
+        for sent in thread_comm.run(n, rank, nodes) if n > nodes else []:
+            assert sent[:5] == [0] * 5 and sent[6] == 0
+
+
+def test_a_repeated_movement_into_memory_that_ranks_share_is_refused():
+    def rank(world):
+        shared = world.node_memory.alloc((2 * world.size,), np.float64)
+        for _ in range(2):
+            hpcdp.alltoall(np.zeros(2 * world.size), None, world, np.zeros(2 * world.size))
+        hpcdp.barrier(world)
+        if world.rank == 0:
+            hold_together(shared, world.size)
+        hpcdp.barrier(world)
+        with pytest.raises(HpcdpError):
+            hpcdp.alltoall(np.zeros(2 * world.size), None, world, shared[:])
+
+    thread_comm.run(2, rank)
