@@ -5,7 +5,7 @@
 - `flatten`: a nested state as JSON and named tensors, and back.
 - `hdf5_file`: the HDF5 file of a shard, and the checksums of what is read from it.
 - `manifest`: the list of all tensors and files, with a checksum of its own.
-- `step_folders`: names, locks and atomic replacement of checkpoints in a folder; the choice of one.
+- `step_folders`: the folder of each step: whether it is complete, its atomic replacement; lock of the writer; overview.
 - `inspect`: the commands of ``hpcdp checkpoint``, in one process: the search for damage, comparison, export.
 
 docs/checkpoint-format.md describes the files.

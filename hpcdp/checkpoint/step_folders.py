@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints, the lock of its one writer, and an overview of its content.
+"""The folders of checkpoints, one for each step: which are complete, left over or kept; the lock of their writer.
 
 Each checkpoint has a folder, which is renamed when it is complete. ``step-0000000100`` is complete,
 ``step-0000000100.tmp`` is being written or removed, or its writer died, and ``step-0000000100.old.tmp`` is about to be
