@@ -190,32 +190,22 @@ def recv(out: Array | None = None, source: int | None = 0, tag: int = 0, world: 
         ConfigError: the tag is not valid.
     """
     world = ranks_of(world)
-    received = _received_now(out, source, tag, world)
-    return _Receiving(out, source, tag, world).run(world) if received is None else received
+    known = _known_receive(out, source, tag, world)
+    if known is not None and (received := known.run(out, source)) is not None:
+        return received
+    return _Receiving(out, source, tag, world).run(world)
 
 
-def _received_now(out: Array | None, source: int | None, tag: int, world: World) -> Any:
-    """Return what `recv` returns, from one kernel; None if the usual way is needed."""
+def _known_receive(out: Array | None, source: int | None, tag: int, world: World) -> _Known | None:
+    """Return how an array as in an earlier call is received; None if the usual way is needed."""
     if (type(source) is not int and source is not None) or type(tag) is not int:
         return None
-    known: dict[object, _Known] = world.keep(_received_now, dict)
+    known: dict[object, _Known] = world.keep(_known_receive, dict)
     if out is None:
-        receive = known.get((source, tag))
-        if receive is None:
-            return None
-        out = np.empty(receive.shape, receive.dtype)
-    elif type(out) is np.ndarray and out.flags.carray:
-        receive = known.get((source, tag, out.shape, out.dtype))
-        if receive is None or protection_of(out) is not None:
-            return None
-    else:
+        return known.get((source, tag))
+    if type(out) is not np.ndarray or not out.flags.carray or protection_of(out) is not None:
         return None
-    if receive.waiting or receive.active.running:
-        return None
-    sender = receive.now(out.reshape(-1).view(np.uint8))
-    if sender is None:
-        return None
-    return out if source is not None else (out, sender)
+    return known.get((source, tag, out.shape, out.dtype))
 
 
 class _Known(NamedTuple):
@@ -229,6 +219,17 @@ class _Known(NamedTuple):
     """Earlier receives with the tag, to which the message may belong."""
     active: TaskGroup
     """Operations in progress, which a kernel would hold up."""
+
+    def run(self, out: Array | None, source: int | None) -> Any:
+        """Return what `recv` returns, from one kernel; None if the usual way is needed."""
+        if self.waiting or self.active.running:
+            return None
+        if out is None:
+            out = np.empty(self.shape, self.dtype)
+        sender = self.now(out.reshape(-1).view(np.uint8))
+        if sender is None:
+            return None
+        return out if source is not None else (out, sender)
 
 
 @overload
@@ -283,11 +284,11 @@ class _Receiving:
         return received
 
     def _remember(self, received: Array, active: TaskGroup) -> None:
-        """Let `_received_now` receive arrays like this one."""
+        """Let a kernel receive arrays like this one from now on."""
         mailbox = _mailbox_of(self._world, self._source)
         if mailbox is None or type(received) is not np.ndarray or not received.flags.carray:
             return
-        known: dict[object, _Known] = self._world.keep(_received_now, dict)
+        known: dict[object, _Known] = self._world.keep(_known_receive, dict)
         if len(known) >= _MOST_KNOWN:
             known.clear()
         shape, dtype, is_short = received.shape, received.dtype, received.nbytes <= SHORT_IN_NODE_NBYTES
@@ -380,11 +381,12 @@ def sendrecv(
         HpcdpError: as `send` and `recv`.
     """
     world = ranks_of(world)
-    receiving = _Receiving(out, source, tag, world)
+    known = _known_receive(out, source, tag, world)
+    receiving = None if known is not None else _Receiving(out, source, tag, world)  # raises before anything is sent
     requests, dest = _sent(x, dest, tag, world)
-    received = _received_now(out, source, tag, world)
+    received = None if known is None else known.run(out, source)
     if received is None:
-        received = receiving.run(world, requests)
+        received = (receiving or _Receiving(out, source, tag, world)).run(world, requests)
     _wait_for_sent(requests, x, dest, world)
     return received
 
