@@ -115,6 +115,14 @@ class Operation(Generic[T]):
                 self.settled()
         return done
 
+    def watch(self) -> None:
+        """Let the watchdog observe it until `unwatch`, because its owner waits for it without testing it."""
+        self._watchdog.enter(self.call)
+
+    def unwatch(self) -> None:
+        """End what `watch` began; nothing if it has not."""
+        self._watchdog.leave(self.call)
+
     def settled(self) -> None:
         """Stop the watchdog's observation."""
         if self._watchdog.tested is self:

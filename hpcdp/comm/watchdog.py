@@ -173,7 +173,7 @@ class Watchdog:
         self.counts: dict[str, weakref.WeakMethod[Callable[[int], int]]] = {}
         """By kind of call that no rank ends before all have begun it: returns the number begun here of an item."""
         self._comm, self._memory, self._world = world.comm, world.node_memory, weakref.ref(world)
-        self._stall_s, self._timeout_s = stall_s, timeout_s
+        self._stall_s, self._timeout_s, self._has_default = stall_s, timeout_s, timeout_s == DEFAULT_TIMEOUT_S
         self._stream = stream
         self._look_s = min([_LONGEST_LOOK_S, *(limit / _LOOKS for limit in (stall_s, timeout_s) if limit > 0)])
         self.due = time.monotonic() + self._look_s
@@ -241,6 +241,19 @@ class Watchdog:
         """Count calls of a kind that no rank ends before all have begun them; see `counts`."""
         self.counts = {other: method for other, method in self.counts.items() if method() is not None}
         self.counts[kind] = weakref.WeakMethod(begun)
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds after which a call ends the job; 0 for never."""
+        return self._timeout_s
+
+    def allow(self, timeout_s: float) -> None:
+        """Let calls last for ``timeout_s``, unless ``HPCDP_TIMEOUT_S`` sets another limit than the default.
+
+        All ranks must call with the same limit; one below the default changes nothing.
+        """
+        if self._has_default:
+            self._timeout_s = max(DEFAULT_TIMEOUT_S, timeout_s)
 
     def watching(
         self,

@@ -31,6 +31,7 @@ from ..collectives import Monoid
 from ..comm import World, init
 from ..comm.communicator import wait_for
 from ..comm.tasks import Operation
+from ..comm.watchdog import Watchdog
 from ..core.arrays import Array, kinds
 from ..errors import ConfigError, HpcdpError, TimeLimitError, UnsupportedError
 from ..torch_backend import NAME
@@ -153,6 +154,9 @@ class Work(dist._Work):  # type: ignore[misc]
             self._error = error
             self._is_over = True
             future = self._future
+        if future is not None:
+            for operation in self._operations:
+                operation.unwatch()
         self._has_ended.set()
         if future is not None and self._group is not None:
             # Callbacks of the future may wait for other operations, which the lane must advance.
@@ -245,7 +249,10 @@ class Work(dist._Work):  # type: ignore[misc]
                 self._returned = self._future.then(self._unwrapped)
                 if self._is_over:
                     self._future.set_result(None)
-                elif self._group is not None and timedelta(0) < self._timeout < _PATIENT:
+                    return self._returned
+                for operation in self._operations:  # C++, as in DDP's backward, waits for a future without testing them
+                    operation.watch()
+                if self._group is not None and timedelta(0) < self._timeout < _PATIENT:
                     deadline = time.monotonic() + self._timeout.total_seconds()
                     self._group.push(_TIMEOUTS, functools.partial(self._limit, deadline))
             return self._returned
@@ -326,6 +333,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._nccl: dict[torch.device, Any] = {}
         self._lanes: set[str] = set()
         self._lock = threading.Lock()
+        Watchdog.of(world).allow(timeout.total_seconds())
 
     # Properties and methods that c10d calls.
 
@@ -391,6 +399,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of later operations."""
         self._timeout = timeout
+        Watchdog.of(self.world).allow(timeout.total_seconds())
 
     _set_default_timeout = set_timeout
 

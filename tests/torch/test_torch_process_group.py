@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 import torch.distributed as dist
 
 import hpcdp.torch_backend
+from hpcdp.comm.watchdog import DEFAULT_TIMEOUT_S, Watchdog, limits_s
 
 pytestmark = pytest.mark.mpi
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
@@ -232,6 +233,25 @@ def test_a_late_rank_is_a_runtime_error():
     if dist.get_rank():
         dist.all_reduce(torch.ones(3), group=group)  # which rank 0 has started
     dist.barrier()
+
+
+def test_the_watchdog_observes_futures_and_waits_for_the_groups_timeout():
+    if dist.get_world_size() == 1:
+        pytest.skip("of several ranks")
+    group = dist.new_group(timeout=timedelta(hours=2))
+    watchdog = Watchdog.of(group.world)
+    assert watchdog.timeout_s == (7200 if limits_s()[1] == DEFAULT_TIMEOUT_S else limits_s()[1])
+    x = torch.ones(3)
+    future = dist.all_reduce(x, group=group, async_op=True).get_future() if dist.get_rank() == 0 else None
+    if future is not None:  # on which DDP's backward waits in C++, and which tests nothing
+        assert watchdog.call is not None and "allreduce" in watchdog.call[0]
+    dist.barrier()
+    if future is None:
+        dist.all_reduce(x, group=group)
+    else:
+        future.wait()
+    assert (x == dist.get_world_size()).all() and watchdog.call is None
+    dist.destroy_process_group(group)
 
 
 def test_blocking_and_started_calls_match():
