@@ -355,3 +355,4 @@ def test_training_with_the_wrappers_of_pytorch():
 
 def test_variables_of_torchrun():
     assert os.environ["RANK"] == str(dist.get_rank()) and os.environ["WORLD_SIZE"] == str(dist.get_world_size())
+    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "1"  # PyTorch's own, for huge pages
