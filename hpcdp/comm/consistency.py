@@ -362,6 +362,17 @@ class Call:
         return "\n".join(self.facts)
 
 
+class _ExchangeCall(Call):
+    """An ``allgather_json``, whose text begins with the public function that the program has called."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        owner, name = called(sys._getframe(1))
+        public = f"{owner}.{name}" if owner not in ("", name) else name
+        return "\n".join([public, *self.facts])
+
+
 _SHORT_WAIT = 300, 100_000
 """Polls, some 8 us, and then nanoseconds that the progress lane waits for other ranks in a kernel: the time of a chunk.
 """
@@ -762,7 +773,7 @@ def compare_exchanges(world: World) -> None:
             name = str(value.get("call", _NAMELESS)) if type(value) is dict else _NAMELESS
             call = _exchanges.get(name)
             if call is None:
-                call = _exchanges[name] = Call("exchange", f"exchange of all ranks ({name})")
+                call = _exchanges[name] = _ExchangeCall("exchange", f"exchange of all ranks ({name})")
             Calls.of(alive).agree(call)
         return exchange(value)
 

@@ -378,7 +378,7 @@ class Watchdog:
         kind, item = counted or (_CALLS, 0)
         owner, name = called(inner)
         text = _described(call)
-        if not text.startswith(name):
+        if not name.startswith("_") and not text.startswith(name):
             text = f"{owner}.{name} ({text})" if owner not in ("", name) else f"{name} ({text})"
         return WaitingCall(kind, item, self._begun(kind, item), text.encode()[:TEXT_NBYTES].decode(errors="ignore"))
 

@@ -170,7 +170,7 @@ _GPUS_OF_MESSAGES = "GPUs of messages"
 """The key of a world's senders of `sends_from`, with their GPUs; a list that is replaced, because threads read it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class World:
     """All ranks of a job, as one of them sees them; made by `init` or `split`, in tests by `thread_comm.run`.
 
@@ -246,6 +246,10 @@ class World:
     """The ranks that compute the same layers together, each with its slice; None if there is one such rank. Parameters
     are split between these ranks (`state.Cut`), or whole and equal on all of them.
     """
+
+    def __repr__(self) -> str:
+        names = "rank", "size", "local_rank", "local_size", "node", "num_nodes", "library"
+        return f"World({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     def __copy__(self) -> World:
         return self

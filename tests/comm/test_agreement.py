@@ -85,10 +85,7 @@ def test_ranks_that_do_other_things_together_are_named(other, n):
 
     messages = thread_comm.run(n, job)
     assert len({*messages[:-1]}) == 1
-    assert (
-        "expected exchange of all ranks (on_every_rank) as on rank 0, got " in messages[0]
-        and f"on rank {n - 1}" in messages[0]
-    )
+    assert "expected on_every_rank as on rank 0, got " in messages[0] and f"on rank {n - 1}" in messages[0]
 
 
 def test_a_call_of_one_rank_alone_is_named_by_the_next_of_all(tmp_path):
@@ -101,7 +98,7 @@ def test_a_call_of_one_rank_alone_is_named_by_the_next_of_all(tmp_path):
             return str(caught.value)
 
     (messages,) = {*thread_comm.run(3, job)}
-    assert "(on_every_rank) as on rank 0, got exchange of all ranks (on_rank_0 of Manager.steps) on rank 1" in messages
+    assert "expected Manager.save as on rank 0, got Manager.latest on rank 1" in messages
 
 
 def test_another_exception_is_no_agreement():

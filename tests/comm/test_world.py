@@ -38,6 +38,11 @@ def test_ranks_of_one_machine_share_a_node(world):
     assert world.comm.allgather_json(world.rank) == list(range(world.size))
 
 
+def test_a_world_is_printed_on_one_line():
+    (text,) = thread_comm.run(1, repr)
+    assert text.startswith("World(rank=0, size=1, local_rank=0,") and " object at " not in text
+
+
 class LateIn:
     """A communicator on which rank 0 comes half a second late to the collective ``name``, blocking or not."""
 
