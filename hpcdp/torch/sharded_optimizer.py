@@ -226,6 +226,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         params: Iterable[Any] | None = None,
         **settings: Any,
     ) -> None:
+        if isinstance(optimizer_class, torch.optim.Optimizer):
+            name = type(optimizer_class).__name__
+            raise ConfigError(
+                "ShardedOptimizer", where="optimizer_class", expected="a class, e.g. torch.optim.AdamW",
+                got=f"an instance of {name}", remedy=f"ShardedOptimizer(model, torch.optim.{name}, lr=...) makes it",
+            )  # fmt: skip
         if optimizer_class not in _RULES:
             raise ConfigError(
                 "ShardedOptimizer", where="optimizer_class",

@@ -262,6 +262,8 @@ def test_what_the_kernels_cannot_do_is_refused_by_name():
             expected=["torch.optim.Adam", "torch.optim.AdamW"],
         ):
             sharded(wrapped(), torch.optim.Adagrad)
+        with raises(ConfigError, operation="ShardedOptimizer", where="optimizer_class", got="an instance of SGD"):
+            sharded(model := wrapped(), torch.optim.SGD(model.parameters(), lr=0.1))
         with raises(ConfigError, operation="ShardedOptimizer", where="model"):
             sharded(wrapped("rank"))
 
