@@ -740,6 +740,8 @@ def show(world: World) -> None:
     if table is None:
         expected = f"a table for this number of ranks ({world.size}) and nodes ({world.num_nodes})"
         remedy = "start it with the ranks of hpcdp tune: hpcdp launch -n 2 -- hpcdp tune --show"
+        if world.size > 1:
+            remedy = f"measure first: hpcdp launch -n {world.size} -- hpcdp tune; each number of ranks has a table"
         raise ConfigError("tune --show", where=where, expected=expected, got="none", remedy=remedy)
     several = len(table["fingerprint"]["ranks_per_node"]) > 1
     facts = {

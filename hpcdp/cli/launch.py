@@ -63,7 +63,7 @@ def parser() -> Parser:
     add("--batch-args", default="", metavar="ARGS", help="options of the batch system (sge, yarn), as one string")
     add("--tag-output", action="store_true", help="print the rank before each line of output")
     add("--dry-run", action="store_true", help="print the files and commands, start nothing")
-    add("-v", "--verbose", action="store_true", help="print each action, and each rank's host, pid and cores")
+    add("-v", "--verbose", action="store_true", help="print each rank's host, pid and cores, and actions on hosts")
     add("program", nargs=argparse.REMAINDER, metavar="PROGRAM ...", help="the program of every rank")
     return made
 

@@ -462,7 +462,7 @@ def _store_lines(trainer: BaseTrainer, last: Record) -> list[tuple[str, str]]:
     who = "the store" if trainer.update_on_kvstore else "every rank"
     lines = [("store", f"{trainer.store.kind}, {who} updates")]
     if "staleness_mean" in last:
-        pushes = f"{last['staleness_mean']:.1f} pushes, at most {last['staleness_max']:.0f}; held back for "
+        pushes = f"{last['staleness_mean']:.1f} pushes, at most {last['staleness_max']:.0f}; waited for "
         pushes += f"{last['waited_s']:.2f} s per rank; {last['sent_nbytes'] / 1e6:,.1f} MB sent"
         lines.append(("staleness", pushes))
     return lines

@@ -365,9 +365,12 @@ def _refuse_others(config: TrainConfig, before: TrainConfig, folder: Path) -> No
     names = [field.name for field in dataclasses.fields(config) if field.name not in free]
     odd = [name for name in names if getattr(config, name) != getattr(before, name)]
     if odd:
+        remedy = "omit these settings, or start a new run without --resume"
+        if odd == ["epochs"]:
+            remedy = f"omit it, because the cosine schedule ends with the epochs, or {remedy.partition('or ')[2]}"
         raise ConfigError(
             "resume", where=folder,
             expected=listed([f"{name} = {getattr(before, name)}" for name in odd]),
             got=listed([f"{name} = {getattr(config, name)}" for name in odd]),
-            remedy="omit these settings, or start a new run without --resume",
+            remedy=remedy,
         )  # fmt: skip

@@ -133,7 +133,7 @@ def test_a_run_on_a_store_beside_files_named_as_modules_of_pythons(kind, tmp_pat
     if kind == "dist_async":
         config = (tmp_path / "runs" / "mlp-digits-001" / "config.toml").read_text()
         assert "ranks = 2\n" in config and "servers = 1\n" in config
-        assert re.match(r"\d+\.\d pushes, at most \d+; held back for \d+\.\d\d s per rank; ", told["staleness"])
+        assert re.match(r"\d+\.\d pushes, at most \d+; waited for \d+\.\d\d s per rank; ", told["staleness"])
         assert epochs[-1]["staleness_max"] >= epochs[-1]["staleness_mean"] >= 0
         assert len(records) == 2 * len(epochs)
 

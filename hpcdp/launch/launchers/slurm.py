@@ -45,7 +45,7 @@ def run_slurm(job: Job) -> int:
     """
     if shutil.which("srun") is None:
         raise LaunchError(
-            "launch --launcher slurm", expected="srun on PATH", got="none", remedy="--launcher mpi or ssh"
+            "launch --launcher slurm", expected="srun on PATH", got="none", remedy="use --launcher mpi or ssh"
         )
     (command,) = plan_slurm(job).commands
     _check_mpi_type(command.argv)
