@@ -75,7 +75,12 @@ on() {                                 # host CMD...; CMD ends when its caller i
   id=$(host "$1")
   shift
   ${EXEC:-} nsenter -t "$id" -m -u -i -n -p -- \
-    sh -c 'cd "$0" 2>/dev/null || cd /; exec setpriv --pdeathsig TERM "$@"' "$PWD" "$@"
+    sh -c 'cd "$0" 2>/dev/null || cd /
+      command -v "$1" >/dev/null || {
+        echo "cluster.sh: $(hostname) has no $1; of /tmp and /run a host sees only the folders of up --share" >&2
+        exit 127
+      }
+      exec setpriv --pdeathsig TERM "$@"' "$PWD" "$@"
 }
 
 check() {
