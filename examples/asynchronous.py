@@ -83,19 +83,20 @@ def main(size, number):
     """Print the figures."""
     xs = [Tensor(np.random.default_rng(i).normal(size=(size, size)).astype(np.float32)) for i in range(number)]
     one_by_one, queued, done, total = queue_and_wait(xs)
-    print(f"{number} products, one after the other {one_by_one:.3f} s; queued in {queued:.3f} s, done in {done:.3f} s")
+    print(f"{number} products, waiting for each: {one_by_one:.3f} s")
+    print(f"asynchronous: all calls have returned after {queued:.3f} s, all results are computed after {done:.3f} s")
     print(f"the sum of all results is {total:.3f}")
     all_first, meanwhile = copy_meanwhile(xs, [np.empty_like(x.data) for x in xs])
-    print(f"copied after all are computed {all_first:.3f} s, each as soon as it is there {meanwhile:.3f} s")
+    print(f"all computed, then copied: {all_first:.3f} s; each copied while others are computed: {meanwhile:.3f} s")
     for bound, wait in ((64, False), (4, False), (64, True)):
-        said = "a wait in each turn" if wait else f"at most {bound} under way"
-        print(f"results under way, {said}: {most_under_way(xs[0], number, bound, wait):.1f} MB")
+        said = "waiting after each call" if wait else f"max_inflight={bound}"
+        print(f"most memory of unfinished results, {said}: {most_under_way(xs[0], number, bound, wait):.1f} MB")
 
 
 if __name__ == "__main__":
-    parser = Program(description="asynchronous calls of operators")
-    parser.add_argument("--size", type=at_least(1), default=1000, help="of the square matrices")
-    parser.add_argument("--number", type=at_least(1), default=20, help="of the products")
+    parser = Program(description="three measurements of asynchronous operators")
+    parser.add_argument("--size", type=at_least(1), default=1000, help="rows of each square matrix")
+    parser.add_argument("--number", type=at_least(1), default=20, help="number of products")
     with parser.settings() as args, threadpool_limits(1):
         print(f"{len(os.sched_getaffinity(0))} cores, one BLAS thread")
         main(args.size, args.number)

@@ -50,10 +50,10 @@ if __name__ == "__main__":
     parser = Program(description="ResNet-18 on small images, data-parallel with Trainer")
     parser.add_argument("--data", choices=("digits", "mnist", "fashion_mnist"), default="digits", help="images")
     parser.add_argument("--image-size", type=at_least(1), help="pixels to enlarge images to (default: as they are)")
-    parser.add_argument("--devices", type=at_least(1), metavar="N", default=1, help="virtual devices a rank")
+    parser.add_argument("--devices", type=at_least(1), metavar="N", default=1, help="virtual devices of each rank")
     parser.add_argument("--kv-store", metavar="KIND", help=f"train on a key-value store: {', '.join(kvstore.KINDS)}")
     parser.add_argument("--epochs", type=at_least(1), default=5, help="passes over the images")
-    parser.add_argument("--batch-size", type=at_least(1), default=64, help="samples of a global batch, all devices")
+    parser.add_argument("--batch-size", type=at_least(1), default=64, help="samples of a step, on all devices")
     parser.add_argument("--lr", type=float, default=0.025, help="learning rate")
     with parser.settings() as args:
         train_set, test_set = (data.load(args.data, split, image_size=args.image_size) for split in ("train", "test"))

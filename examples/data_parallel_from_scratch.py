@@ -131,9 +131,9 @@ def train(world, devices, train_set, test_set, epochs, batch_size, lr):
 if __name__ == "__main__":
     parser = Program(description="LeNet on small images, data-parallel from scratch")
     parser.add_argument("--data", choices=("digits", "mnist", "fashion_mnist"), default="digits", help="images")
-    parser.add_argument("--devices", type=at_least(1), metavar="N", default=1, help="virtual devices a rank")
+    parser.add_argument("--devices", type=at_least(1), metavar="N", default=1, help="virtual devices of each rank")
     parser.add_argument("--epochs", type=at_least(1), default=10, help="passes over the images")
-    parser.add_argument("--batch-size", type=at_least(1), default=64, help="samples of a batch, all devices together")
+    parser.add_argument("--batch-size", type=at_least(1), default=64, help="samples of a step, on all devices")
     parser.add_argument("--lr", type=at_least(0.0), default=0.1, help="learning rate")
     with parser.settings() as args:
         train_set, test_set = (data.load(args.data, split=split, image_size=28) for split in ("train", "test"))

@@ -60,8 +60,8 @@ def main(calls=1000, draw=None):
 
 
 if __name__ == "__main__":
-    parser = Program(description="a network as it is written, hybridized, and exported")
-    parser.add_argument("--calls", type=at_least(1), default=1000, help="of the network, each way")
-    parser.add_argument("--draw", metavar="FILE", help="the graph, as PNG, SVG or PDF")
+    parser = Program(description="time a network with and without hybridize, and export it")
+    parser.add_argument("--calls", type=at_least(1), default=1000, help="calls of the network that are timed")
+    parser.add_argument("--draw", metavar="FILE", help="draw the graph as PNG, SVG or PDF")
     with parser.settings() as args:
         main(args.calls, args.draw)

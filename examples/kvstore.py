@@ -45,20 +45,23 @@ def train(world, store, epochs, batch_size, lr, sleep_s):
         accuracy = evaluate(net, test_set, world).accuracy
         steps = world.comm.allgather_json(done)
         if world.rank == 0:
-            print(f"epoch {epoch + 1}: test accuracy {accuracy:.4f}, {seconds:.1f} s, steps {steps}", flush=True)
+            figures = f"test accuracy {accuracy:.4f}, {seconds:.1f} s, steps of each rank {steps}"
+            print(f"epoch {epoch + 1}: {figures}", flush=True)
     return accuracy
 
 
 if __name__ == "__main__":
     parser = Program(description="LeNet on handwritten digits, data-parallel on a key-value store")
-    parser.add_argument("--store", choices=("dist_sync", "dist_async"), default="dist_sync", help="its kind")
+    parser.add_argument("--store", choices=("dist_sync", "dist_async"), default="dist_sync", help="kind of the store")
     parser.add_argument(
-        "--staleness", type=at_least(0), help="of dist_async: pushes by which a rank may lead the slowest"
+        "--staleness", type=at_least(0), help="with dist_async: pushes that a rank may be ahead of the slowest"
     )
     parser.add_argument("--epochs", type=at_least(1), default=5, help="passes over the images")
-    parser.add_argument("--batch-size", type=at_least(1), default=64, help="samples of a global batch, all ranks")
-    parser.add_argument("--lr", type=float, default=0.02, help="learning rate; late gradients bear less")
-    parser.add_argument("--slow", type=at_least(0.0), default=1.0, help="times as long the last rank sleeps in a step")
+    parser.add_argument("--batch-size", type=at_least(1), default=64, help="samples of a step, over all ranks")
+    parser.add_argument("--lr", type=float, default=0.02, help="learning rate; stale gradients need a lower one")
+    parser.add_argument(
+        "--slow", type=at_least(0.0), default=1.0, help="how many times as long as others the last rank sleeps per step"
+    )
     with parser.settings() as args:
         world = hpcdp.init()
         if args.batch_size < world.size:

@@ -54,8 +54,8 @@ def train(world, epochs, batch_size, micro_batches, lr):
 if __name__ == "__main__":
     parser = Program(description="LeNet in two stages on handwritten digits")
     parser.add_argument("--epochs", type=at_least(1), default=10, help="passes over the images")
-    parser.add_argument("--batch-size", type=at_least(1), default=64, help="samples of a global batch, all copies")
-    parser.add_argument("--micro-batches", type=at_least(1), default=4, help="pieces of a batch, computed in turn")
+    parser.add_argument("--batch-size", type=at_least(1), default=64, help="samples of a step, over all replicas")
+    parser.add_argument("--micro-batches", type=at_least(1), default=4, help="pieces into which a batch is cut")
     parser.add_argument("--lr", type=float, default=0.05, help="learning rate")
     with parser.settings() as args:
         train(hpcdp.init(), args.epochs, args.batch_size, args.micro_batches, args.lr)

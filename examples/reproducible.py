@@ -68,10 +68,10 @@ def train(world, epochs=2, batch_size=64, save=None, load=None):
 
 
 if __name__ == "__main__":
-    parser = Program(description="a training that is the same to the bit on any number of ranks")
-    parser.add_argument("--epochs", type=at_least(1), default=2, help="in all, with those of a run that was saved")
-    parser.add_argument("--batch-size", type=at_least(1), default=64, help="samples of a global batch, all ranks")
+    parser = Program(description="training with the same bits on any number of ranks")
+    parser.add_argument("--epochs", type=at_least(1), default=2, help="passes in all, with those before --load")
+    parser.add_argument("--batch-size", type=at_least(1), default=64, help="samples of a step, over all ranks")
     parser.add_argument("--save", metavar="NAME", help="write NAME-net.npz and NAME-states.npz at the end")
-    parser.add_argument("--load", metavar="NAME", help="go on from them")
+    parser.add_argument("--load", metavar="NAME", help="continue from the files of --save NAME")
     with parser.settings() as args:
         train(hpcdp.init(), args.epochs, args.batch_size, args.save, args.load)

@@ -55,9 +55,9 @@ def train(world, num_parts, epochs, batch_size, lr):
 
 if __name__ == "__main__":
     parser = Program(description="LeNet split by channels on handwritten digits")
-    parser.add_argument("--parts", type=at_least(1), help="so many ranks have a copy together (default: all of them)")
+    parser.add_argument("--parts", type=at_least(1), help="ranks that each layer is split over (default: all)")
     parser.add_argument("--epochs", type=at_least(1), default=10, help="passes over the images")
-    parser.add_argument("--batch-size", type=at_least(1), default=64, help="samples of a global batch, all copies")
+    parser.add_argument("--batch-size", type=at_least(1), default=64, help="samples of a step, over all replicas")
     parser.add_argument("--lr", type=float, default=0.05, help="learning rate")
     with parser.settings() as args:
         ranks = hpcdp.init()

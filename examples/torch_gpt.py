@@ -147,26 +147,28 @@ def train(world, args):
             if len(losses) == args.steps:
                 break
     if world.rank == 0:
-        print(f"{tested / np.log(2):.2f} bits a byte; ranks: {world.size}")
+        print(f"{tested / np.log(2):.2f} bits per byte; ranks: {world.size}")
         print("a sample:", repr(continued(net, "Every rank ", 60)))
     return np.mean(losses[:5]), np.mean(losses[-5:]), tested
 
 
 if __name__ == "__main__":
     parser = Program(description="a small GPT on hpcdp's documentation, data-parallel with PyTorch")
-    parser.add_argument("--steps", type=at_least(1), default=200, help="to train")
-    parser.add_argument("--batch", type=at_least(1), default=8, help="pieces of text a rank and step")
-    parser.add_argument("--context", type=at_least(1), default=128, help="bytes of a piece")
-    parser.add_argument("--width", type=at_least(1), default=128, help="of a place's vector")
-    parser.add_argument("--heads", type=at_least(1), default=4, help="of attention, which divide the width")
-    parser.add_argument("--layers", type=at_least(1), default=3, help="one on the other")
-    parser.add_argument("--lr", type=at_least(0.0), default=3e-3, help="largest learning rate")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and order")
-    parser.add_argument("--owner", choices=("shard", "rank"), default="shard", help="who updates a parameter")
-    parser.add_argument("--compression", help="of gradients between nodes: fp16, bf16, 2bit, 1bit or topk")
-    parser.add_argument("--every", type=at_least(1), default=20, help="print the loss every so many steps")
+    parser.add_argument("--steps", type=at_least(1), default=200, help="training steps")
+    parser.add_argument("--batch", type=at_least(1), default=8, help="pieces of text of each rank in a step")
+    parser.add_argument("--context", type=at_least(1), default=128, help="bytes of a piece of text")
+    parser.add_argument("--width", type=at_least(1), default=128, help="size of the embedding")
+    parser.add_argument("--heads", type=at_least(1), default=4, help="attention heads; they must divide the width")
+    parser.add_argument("--layers", type=at_least(1), default=3, help="transformer layers")
+    parser.add_argument("--lr", type=at_least(0.0), default=3e-3, help="highest learning rate of the schedule")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the order of samples")
     parser.add_argument(
-        "--test-every", type=at_least(1), default=10**9, help="try it on held-out text, too (default: at the end alone)"
+        "--owner", choices=("shard", "rank"), default="shard", help="every rank updates its shard, or all parameters"
+    )
+    parser.add_argument("--compression", help="codec of gradients between nodes: fp16, bf16, 2bit, 1bit or topk")
+    parser.add_argument("--every", type=at_least(1), default=20, help="steps between two lines of output")
+    parser.add_argument(
+        "--test-every", type=at_least(1), default=10**9, help="steps between tests on held-out text (default: the end)"
     )
     with parser.settings() as args:
         if args.width % args.heads:

@@ -48,7 +48,7 @@ def test_a_gpt_learns_on_three_ranks():
     losses = [float(loss) for loss in re.findall(r"step +\d+  loss (\d+\.\d+)", said)]
     assert len(losses) == 3 and losses[-1] < losses[0] - 0.3
     assert re.search(
-        r"step   12  held-out loss \d\.\d+, \d+\.\d+% of bytes right\n\d\.\d+ bits a byte; ranks: 3\n", said
+        r"step   12  held-out loss \d\.\d+, \d+\.\d+% of bytes right\n\d\.\d+ bits per byte; ranks: 3\n", said
     )
 
 
@@ -129,7 +129,7 @@ def test_on_a_store_all_ranks_wait_for_a_slow_one_or_it_does_less():
     for store, epochs, slow in (("dist_sync", "3", "1"), ("dist_async", "2", "20")):
         lines = start("kvstore.py", 2, "--store", store, "--epochs", epochs, "--slow", slow).splitlines()
         assert len(lines) == int(epochs)
-        told = re.search(r"accuracy (\d\.\d+), (\d+\.\d) s, steps \[(.*)\]", lines[-1])
+        told = re.search(r"accuracy (\d\.\d+), (\d+\.\d) s, steps of each rank \[(.*)\]", lines[-1])
         found[store] = float(told[1]), [int(steps) for steps in told[3].split(",")]
     assert found["dist_sync"][0] > 0.7
     assert found["dist_async"][0] > 0.3  # which varies from run to run
@@ -173,5 +173,5 @@ def test_asynchronous_calls_compute_the_same_and_keep_to_their_bound():
     said = [start("asynchronous.py", 1, "--size", "60", "--number", "6") for _ in range(2)]
     sums = [re.search(r"the sum of all results is (-?\d+\.\d+)", each)[1] for each in said]
     assert sums[0] == sums[1]
-    megabytes = [float(each) for each in re.findall(r"results under way, .*: (\d+\.\d+) MB", said[0])]
+    megabytes = [float(each) for each in re.findall(r"unfinished results, .*: (\d+\.\d+) MB", said[0])]
     assert len(megabytes) == 3 and megabytes[1] <= 0.1 and megabytes[2] == 0.0
