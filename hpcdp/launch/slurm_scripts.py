@@ -610,7 +610,7 @@ def refuse_unknown(unknown: Sequence[str]) -> None:
     """Raise `LaunchError` if any number is unknown."""
     if unknown:
         queued = listed(sorted({job.number for job in own_jobs()})) or "none"
-        raise LaunchError("Slurm job", expected=f"jobs; yours in the queue: {queued}", got=f"unknown {listed(unknown)}")
+        raise LaunchError("Slurm job", expected=f"your jobs in the queue ({queued})", got=listed(unknown))
 
 
 def check_numbers(numbers: Sequence[str]) -> None:

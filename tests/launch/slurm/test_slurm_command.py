@@ -104,7 +104,7 @@ def test_unknown_jobs_are_named(standin, command: str, capsys: pytest.CaptureFix
     standin(job7={}, job9={"state": "FORGOTTEN"})
     assert cli.main(["slurm", command, "7", "9", "12"]) == 2
     shown, said = capsys.readouterr()
-    assert said == "hpcdp: Slurm job: expected jobs; yours in the queue: 7, got unknown 9, 12\n"
+    assert said == "hpcdp: Slurm job: expected your jobs in the queue (7), got 9, 12\n"
     known = ["JOB  STATE    TIME  WHERE      NAME", "7    RUNNING  1:02  node[1-2]  x"]
     assert shown.splitlines() == (known if command == "status" else [])
     assert standin()["7"]["log"] == []
