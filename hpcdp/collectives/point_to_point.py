@@ -209,7 +209,7 @@ def _known_receive(out: Array | None, source: int | None, tag: int, world: World
 
 
 class _Known(NamedTuple):
-    """How messages with arrays of one kind are received by a kernel."""
+    """A receive of messages with arrays of one kind by a kernel."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -316,7 +316,8 @@ class _Receiving:
     def steps(self, sent: Sequence[Request] = ()) -> StepsTo[Any]:
         """Run the receive as an algorithm, also after `_is_here_soon`.
 
-        It tests what is ``sent``, too: the receiver of an `Offer` may wait for its answer before it sends to this rank.
+        It tests what is ``sent``, too: the receiver of `OfferedData` may wait for its answer before it sends to this
+        rank.
         """
         # In the first step, during which no other thread starts an operation.
         receive, inbox = self._receive or self._inbox.post(self._out, self._source), self._inbox

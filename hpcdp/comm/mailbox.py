@@ -81,7 +81,7 @@ class Mailbox:
         self._can_offer = True
         """False once a receiver could not read this rank's memory."""
         self._free_slots = deque(range(_SLOTS))
-        self._offers: dict[int, Offer] = {}
+        self._offers: dict[int, OfferedData] = {}
         """Offers that their receivers have not answered, by slot: they may still read the data."""
         self._arrived: dict[int, deque[tuple[int, np.ndarray]]] = {}
         """By tag, messages that no receive has taken yet: the sender, as its number in the node, and the message."""
@@ -126,7 +126,7 @@ class Mailbox:
         if unsent:
             self.empty()  # its receiver may wait for room here
 
-    def offer(self, data: np.ndarray, instead: Callable[[], Request]) -> Offer | None:
+    def offer(self, data: np.ndarray, instead: Callable[[], Request]) -> OfferedData | None:
         """Offer long data, which a receiver reads in this process; return None if that is not possible.
 
         Args:
@@ -140,7 +140,7 @@ class Mailbox:
         except IndexError:
             return None
         place = self._rank * _SLOTS + slot
-        offer = self._offers[slot] = Offer(self, slot, self._answers[place : place + 1], data, instead)
+        offer = self._offers[slot] = OfferedData(self, slot, self._answers[place : place + 1], data, instead)
         offer.words[:] = os.getpid(), data.ctypes.data, place
         return offer
 
@@ -245,7 +245,7 @@ class _Unsent:
         PolledRequest(self.test, YIELDS).wait()
 
 
-class Offer:
+class OfferedData:
     """Long data that their receiver reads in this process; a request."""
 
     def __init__(
