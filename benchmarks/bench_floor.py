@@ -56,7 +56,7 @@ class Floor:
             raise UnsupportedError(
                 "floor", expected="2 ranks or more on one node", got=f"{world.size} ranks on {world.num_nodes} nodes"
             )
-        self.stride = kernels.load("shm_allreduce").STRIDE
+        self.stride = kernels.load("shm_exchange").STRIDE
         from bench_harness import access_patterns  # not before: Numba would be loaded with the module
 
         self.kernel = access_patterns

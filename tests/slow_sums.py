@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from hpcdp.data_parallel.host_reduction import SharedMemoryReduction
+from hpcdp.data_parallel.cpu_reduction import SharedMemoryReduction
 
 
 def slow_sums(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[bool]:

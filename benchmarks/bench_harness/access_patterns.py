@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numba import types
 
-from hpcdp.kernels import shm_allreduce
+from hpcdp.kernels import shm_exchange
 from hpcdp.kernels.jit import kernel
 
 PATTERNS = ("everyone sums all", "owner sums, others copy", "owner writes back", "pipelined pull", "staged in and out")
@@ -43,7 +43,7 @@ def _now_ns(clock: np.ndarray) -> int:
 @kernel("void(int32[::1], int64, int64)")
 def _wait_for(flags: np.ndarray, counter: int, value: int) -> None:
     spins = 0
-    while shm_allreduce.load(flags, counter * shm_allreduce.STRIDE) < value:
+    while shm_exchange.load(flags, counter * shm_exchange.STRIDE) < value:
         spins += 1
         if spins > _SPINS_BEFORE_YIELD:
             _sched_yield()
@@ -52,8 +52,8 @@ def _wait_for(flags: np.ndarray, counter: int, value: int) -> None:
 @kernel("int64(int32[::1], int64, int64)")
 def barrier(flags: np.ndarray, rank: int, epoch: int) -> int:
     """Wait until every rank has called it with this ``epoch``, and return ``epoch + 1``."""
-    shm_allreduce.store(flags, rank * shm_allreduce.STRIDE, np.int32(epoch + 1))
-    for other in range(flags.size // (2 * shm_allreduce.STRIDE)):
+    shm_exchange.store(flags, rank * shm_exchange.STRIDE, np.int32(epoch + 1))
+    for other in range(flags.size // (2 * shm_exchange.STRIDE)):
         _wait_for(flags, other, epoch + 1)
     return epoch + 1
 
@@ -154,7 +154,7 @@ def _pipelined_pull(
         largest = max(largest, _shard_start(owner + 1, ranks, count) - _shard_start(owner, ranks, count))
     steps = (largest + _SEGMENT - 1) // _SEGMENT
     # Every rank's progress ends a call at the same value, so its own is where the others start too.
-    done = shm_allreduce.load(flags, (ranks + rank) * shm_allreduce.STRIDE)
+    done = shm_exchange.load(flags, (ranks + rank) * shm_exchange.STRIDE)
     epoch = barrier(flags, rank, epoch)
     for step in range(steps + 1):
         if step < steps:
@@ -163,7 +163,7 @@ def _pipelined_pull(
             for row in range(ranks):
                 if row != rank:
                     _accumulate(rows[rank, first:last], rows[row, first:last])
-            shm_allreduce.store(flags, (ranks + rank) * shm_allreduce.STRIDE, np.int32(done + step + 1))
+            shm_exchange.store(flags, (ranks + rank) * shm_exchange.STRIDE, np.int32(done + step + 1))
         if step > 0:
             for distance in range(1, ranks):
                 owner = (rank + distance) % ranks
@@ -249,10 +249,10 @@ def ping_pong(flags: np.ndarray, rank: int, epoch: int, rounds: int, clock: np.n
     begin = _now_ns(clock)
     for i in range(epoch + 1, epoch + rounds + 1):
         if rank == 0:
-            shm_allreduce.store(flags, 0, np.int32(i))
+            shm_exchange.store(flags, 0, np.int32(i))
             _wait_for(flags, 1, i)
         elif rank == 1:
             _wait_for(flags, 0, i)
-            shm_allreduce.store(flags, shm_allreduce.STRIDE, np.int32(i))
+            shm_exchange.store(flags, shm_exchange.STRIDE, np.int32(i))
     clock[2] = _now_ns(clock) - begin
     return epoch + rounds

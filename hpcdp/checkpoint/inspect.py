@@ -27,10 +27,10 @@ import numpy as np
 
 from ..core.state import unquoted
 from ..errors import ConfigError, DataError, HpcdpError, listed, reason, shortened
-from . import flatten, manifest, step_folders
+from . import complete_steps, flatten, manifest
+from .complete_steps import WriterLock
 from .hdf5_file import PADDED, File, ShardReader, Stored, crc32_beside, failing
 from .manifest import Manifest, StoredTensor, read_elements, read_whole, widened
-from .step_folders import WriterLock
 
 Tell = Callable[[int], object]
 """A function that is called with numbers of bytes that were processed, for a progress bar."""
@@ -51,9 +51,9 @@ def faults(path: Path, tell: Tell = lambda nbytes: None) -> Iterator[str]:
     except DataError as error:
         yield f"{manifest.NAME}: {error.got}"
         return
-    if saved.commit_file and not (path / step_folders.COMMITTED).is_file():
-        yield f"{step_folders.COMMITTED}: no such file, so it is not complete"
-    yield from step_folders.wrong_sizes(path, saved)
+    if saved.commit_file and not (path / complete_steps.COMMITTED).is_file():
+        yield f"{complete_steps.COMMITTED}: no such file, so it is not complete"
+    yield from complete_steps.wrong_sizes(path, saved)
     parts: dict[str, list[tuple[StoredTensor, Stored]]] = {file.name: [] for file in saved.files}
     for tensor in saved.tensors.values():
         for part in tensor.parts:
@@ -66,7 +66,7 @@ def faults(path: Path, tell: Tell = lambda nbytes: None) -> Iterator[str]:
     yield from _index_faults(path, saved, manifest.INDEX_NAME in sound)
     known = {file.name for file in saved.files} | {
         manifest.NAME,
-        *([step_folders.COMMITTED] if saved.commit_file else []),
+        *([complete_steps.COMMITTED] if saved.commit_file else []),
     }
     with contextlib.suppress(FileNotFoundError):  # the folder was removed meanwhile
         for present in sorted(path.iterdir()):
@@ -233,7 +233,7 @@ def prune(
     dry_run: bool = False,
     tell: Callable[[int], object] = lambda nbytes: None,
 ) -> Pruning:
-    """Remove the checkpoints of `step_folders.dropped`, and left-overs, under the lock of the folder.
+    """Remove the checkpoints of `complete_steps.dropped`, and left-overs, under the lock of the folder.
 
     Args:
         path: a folder of checkpoints.
@@ -248,14 +248,14 @@ def prune(
         DataError: there are no checkpoints, another job saves here, or no checkpoint that stays is good; nothing is
             changed then. Or a file cannot be removed.
     """
-    if step_folders.is_checkpoint(path):
+    if complete_steps.is_checkpoint(path):
         raise ConfigError("prune", where=path, expected="a folder of several checkpoints", got="that of one")
-    if not (step_folders.find(path) or step_folders.left_over(path) or (path / step_folders.NAME).exists()):
+    if not (complete_steps.find(path) or complete_steps.left_over(path) or (path / complete_steps.NAME).exists()):
         raise DataError("prune", where=path, expected="checkpoints", got="none")
     if dry_run:
-        step_folders.require_free(path)
+        complete_steps.require_free(path)
         return _remove(path, keep, keep_every, best, True, tell)
-    writer = step_folders.WriterLock(path)
+    writer = complete_steps.WriterLock(path)
     try:
         return _remove(path, keep, keep_every, best, False, tell)
     finally:
@@ -265,13 +265,13 @@ def prune(
 def _remove(
     path: Path, keep: int, keep_every: int | None, best: str | None, dry_run: bool, tell: Callable[[int], object]
 ) -> Pruning:
-    saved = step_folders.find(path)
+    saved = complete_steps.find(path)
     if best is not None and saved:
-        step_folders.best_step("prune", path, saved, best)
-    dropped = step_folders.dropped(saved, keep, keep_every, step_folders.worth(saved, best))
+        complete_steps.best_step("prune", path, saved, best)
+    dropped = complete_steps.dropped(saved, keep, keep_every, complete_steps.worth(saved, best))
     # Folders without a manifest are removed, too, if a good checkpoint stays.
     left_over = {
-        folder: step_folders.size_of(folder) for folder in step_folders.left_over(path, atomic_rename=not saved)
+        folder: complete_steps.size_of(folder) for folder in complete_steps.left_over(path, atomic_rename=not saved)
     }
     good, damaged = None, dict[int, str]()
     if dropped or left_over:
@@ -285,13 +285,13 @@ def _remove(
             step, fault = next(iter(damaged.items()))
             raise DataError("prune", where=path, expected="a good checkpoint among those that stay",
                             got=f"step {step}, {fault}", remedy=_larger_keep(saved, dropped, tell))  # fmt: skip
-    pruning = Pruning({step: step_folders.size_of(saved[step]) for step in dropped}, left_over, good, damaged)
+    pruning = Pruning({step: complete_steps.size_of(saved[step]) for step in dropped}, left_over, good, damaged)
     if not dry_run:
         with failing("prune", lambda: path):
-            step_folders.clean(path, atomic_rename=not saved)
+            complete_steps.clean(path, atomic_rename=not saved)
         for step in dropped:
             with failing("prune", lambda: saved[step]):  # noqa: B023
-                step_folders.remove(step_folders.retire(path, step))
+                complete_steps.remove(complete_steps.retire(path, step))
     return pruning
 
 
@@ -613,7 +613,7 @@ def export(
         raise ConfigError("export", where=path, expected="a new file", got=got)
     if path.exists() and not overwrite:
         raise _exists(path)
-    if step_folders.is_checkpoint(path.absolute().parent):
+    if complete_steps.is_checkpoint(path.absolute().parent):
         raise ConfigError("export", where=path, expected="a path outside of checkpoints", got="a path in one")
     try:
         with _folder_beside(path) as own:
@@ -656,7 +656,7 @@ def _folder_beside(path: Path) -> Iterator[Path]:
     own = WriterLock(folder, "export")
     try:
         for left in folder.iterdir():
-            if left.name != step_folders.NAME:
+            if left.name != complete_steps.NAME:
                 left.unlink()
         own.require_held()
         yield folder

@@ -23,7 +23,7 @@ from ..core.arrays import bits, from_host, is_host, of_bits
 from ..core.checks import instance
 from ..core.state import FitsSaved, Part, PerRank, Saved, Sharded, Stateful, unquoted
 from ..errors import ConfigError, DataError, HpcdpError, listed, type_named, warn
-from . import flatten, step_folders
+from . import complete_steps, flatten
 from . import manifest as checkpoint_manifest
 from .flatten import MAKERS, TOLD, Form, as_array, check_parts, plain, quoted, raised, refused, stateful_of
 from .hdf5_file import ShardReader, failing
@@ -537,7 +537,7 @@ def restore(path: Path, world: World, which: int | list[int], into: Any, strict:
         got = f"{lost[-1].name} without {checkpoint_manifest.NAME}" if lost else "none"
         raise DataError("restore", where=path, expected="a complete checkpoint", got=got)
     for folder in lost if world.rank == 0 else ():
-        if step_folders.step_of(folder) > steps[-1]:
+        if complete_steps.step_of(folder) > steps[-1]:
             where = folder / checkpoint_manifest.NAME
             warn(f"restore [{where}]: expected a file, got none: taking step {steps[-1]} instead")
     damaged: DataError | None = None
@@ -574,30 +574,30 @@ def restore(path: Path, world: World, which: int | list[int], into: Any, strict:
 
 
 def found(operation: str, path: Path) -> dict[int, Path]:
-    """Return `step_folders.find`; a folder that cannot be listed is a `DataError`."""
+    """Return `complete_steps.find`; a folder that cannot be listed is a `DataError`."""
     with failing(operation, lambda: path):
-        return step_folders.find(path)
+        return complete_steps.find(path)
 
 
 def best(operation: str, path: Path, metric: str) -> int:
-    """Return `step_folders.best_step`; a folder without checkpoints is a `DataError`, too."""
-    return step_folders.best_step(operation, path, found(operation, path), metric)
+    """Return `complete_steps.best_step`; a folder without checkpoints is a `DataError`, too."""
+    return complete_steps.best_step(operation, path, found(operation, path), metric)
 
 
 def _lost(path: Path, complete: list[int]) -> list[str]:
-    """Return the folders of `step_folders.without_manifest`, the newest last."""
+    """Return the folders of `complete_steps.without_manifest`, the newest last."""
     with failing("restore", lambda: path):
-        return [str(folder) for _, folder in sorted(step_folders.without_manifest(path, complete).items())]
+        return [str(folder) for _, folder in sorted(complete_steps.without_manifest(path, complete).items())]
 
 
 def _offer(path: Path, damaged: int) -> str | None:
     """Return the remedy that names another checkpoint; None without one."""
-    other = step_folders.another(found("restore", path), damaged)
+    other = complete_steps.another(found("restore", path), damaged)
     return None if other is None else f"call restore(step={other}) for another checkpoint"
 
 
 def _restore(path: Path, world: World, step: int, into: Any, strict: bool, rename: Any, has_older: bool) -> Restored:
-    comm, place = world.comm, step_folders.path_of(path, step)
+    comm, place = world.comm, complete_steps.path_of(path, step)
     text, real_place = on_rank_0(comm, lambda: _read_manifest(path, step))
     saved = checkpoint_manifest.parse(text.encode(), place / checkpoint_manifest.NAME)
     names, outline = on_every_rank(comm, lambda: (new_names(saved.state, rename), flatten.outline("restore", into)))

@@ -32,7 +32,8 @@ from ..core.checks import boolean, instance, instances, not_copied, one_of, whol
 from ..core.environment import fail_at_exit
 from ..engine import Engine
 from ..errors import ConfigError, DataError, HpcdpError, warn
-from . import flatten, load, manifest, step_folders
+from . import complete_steps, flatten, load, manifest
+from .complete_steps import WriterLock
 from .flatten import is_utf8
 from .hdf5_file import (
     COMPRESSIONS,
@@ -53,7 +54,6 @@ from .hdf5_file import (
     write_compressed,
 )
 from .load import Restored
-from .step_folders import WriterLock
 
 _LINE_NBYTES = 64
 
@@ -276,7 +276,7 @@ class Saving:
             raise
 
     def _write(self, pieces: Sequence[FilePiece]) -> Written:
-        step_folders.wait_for(self._path)
+        complete_steps.wait_for(self._path)
         return self._write_files(self._path, pieces, self._group)
 
     def _finish(self, everyone: list[dict[str, Any]]) -> None:
@@ -353,7 +353,7 @@ def check_retention(keep: object, keep_every: object, best: object) -> None:
     """Raise `ConfigError` for invalid arguments of retention, see `Manager`."""
     whole_numbers("Manager", 1, keep=1 if keep is None else keep, keep_every=1 if keep_every is None else keep_every)
     if best is not None:
-        step_folders.metric_name("Manager", best, "'metric', '-metric', or None")
+        complete_steps.metric_name("Manager", best, "'metric', '-metric', or None")
     if keep is None and (keep_every is not None or best is not None):
         raise ConfigError("Manager", where="keep", expected="a number with keep_every or best", got=None)
 
@@ -382,7 +382,7 @@ def metric_to_restore(best: object, own: str | None, step: object) -> str | None
     if best is True and own is None:
         raise ConfigError("restore", where="best", expected="a Manager made with best=...", got="True",
                           remedy="name the metric: best='test_accuracy', best='-test_loss'")  # fmt: skip
-    return step_folders.metric_name("restore", own if best is True else best, "True, 'metric' or '-metric'")
+    return complete_steps.metric_name("restore", own if best is True else best, "True, 'metric' or '-metric'")
 
 
 def numbers(metrics: object, best: str | None) -> dict[str, float]:
@@ -663,7 +663,7 @@ class Manager:
         told_to_all(comm, Outcome(error=flat.error), "save", [(items, _ALIKE)])
         if not self._is_claimed:
             self.claim()
-        path = step_folders.partial_path(self.path, header["step"])
+        path = complete_steps.partial_path(self.path, header["step"])
         prepared = Outcome.of(lambda: self._prepare(path)) if self.world.rank == 0 else Outcome[None]()
         behind = not wait and self.world.concurrent
         own = list(own_pieces(flat.held))
@@ -721,7 +721,7 @@ class Manager:
             self.path.mkdir(parents=True, exist_ok=True)
             if self._lock is None:
                 self._lock = WriterLock(self.path)
-                for path in step_folders.clean(self.path, self._atomic_rename):
+                for path in complete_steps.clean(self.path, self._atomic_rename):
                     warn(f"{path}: removed the folder of an interrupted save")
             else:
                 self._lock.require_held()
@@ -731,17 +731,17 @@ class Manager:
         assert self._lock is not None
         with failing("save", lambda: self.path):
             self._lock.require_held()
-            step_folders.require_room(self.path, step_folders.step_of(partial))
+            complete_steps.require_room(self.path, complete_steps.step_of(partial))
             if partial.exists():  # being removed, or of a failed save
                 self._engine.waitall()
-                step_folders.remove(partial, ignore_errors=True)
+                complete_steps.remove(partial, ignore_errors=True)
             partial.mkdir()
 
     def _commit(self, step: int) -> Path:
         """Rename the folder whose files are all on disk, and remove old checkpoints; on rank 0."""
-        path = step_folders.commit(self.path, step, self._atomic_rename)
+        path = complete_steps.commit(self.path, step, self._atomic_rename)
         try:
-            step_folders.remove_old(self.path, step)
+            complete_steps.remove_old(self.path, step)
             if self.keep is not None:
                 self._remove_older(step, self.keep)
         except OSError as error:  # the new checkpoint is complete
@@ -750,16 +750,16 @@ class Manager:
 
     def _remove_older(self, step: int, keep: int) -> None:
         """Remove checkpoints that need not be kept, and those without a manifest before the newest ``keep``."""
-        complete = step_folders.find(self.path)
-        dropped = step_folders.dropped(complete, keep, self.keep_every, step_folders.worth(complete, self.best))
-        lost = step_folders.without_manifest(self.path, complete)
+        complete = complete_steps.find(self.path)
+        dropped = complete_steps.dropped(complete, keep, self.keep_every, complete_steps.worth(complete, self.best))
+        lost = complete_steps.without_manifest(self.path, complete)
         for old in [*dropped, *(old for old in lost if sum(newer > old for newer in complete) >= keep)]:
             if old != step:
-                self._remove_behind(step_folders.retire(self.path, old))
+                self._remove_behind(complete_steps.retire(self.path, old))
 
     def _remove_behind(self, path: Path) -> None:
         """Remove a folder in an engine task, because it may take as long as a save."""
-        remove = partial(step_folders.remove, path, ignore_errors=True)
+        remove = partial(complete_steps.remove, path, ignore_errors=True)
         if self._is_left:  # the engine is shut down
             remove()
         else:

@@ -83,7 +83,7 @@ class Manifest:
     written: str = ""
     """Time of the save, in ISO 8601."""
     commit_file: bool = False
-    """True if the checkpoint is complete only with the file `step_folders.COMMITTED`."""
+    """True if the checkpoint is complete only with the file `complete_steps.COMMITTED`."""
 
     @property
     def nbytes(self) -> int:

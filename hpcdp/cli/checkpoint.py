@@ -22,10 +22,10 @@ from ..errors import ConfigError, DataError, printable, reason, shortened, to_st
 from ..launch.parser import Parser, add_command, at_least
 
 if TYPE_CHECKING:
+    from ..checkpoint.complete_steps import CheckpointSummary, Overview
     from ..checkpoint.flatten import Form
     from ..checkpoint.inspect import TensorStatistics, Writer
     from ..checkpoint.manifest import Manifest, StoredTensor
-    from ..checkpoint.step_folders import CheckpointSummary, Overview
 
 _EPILOG = """\
 PATH is a checkpoint (step-0000000100), a folder of checkpoints, or a run
@@ -137,7 +137,7 @@ def _say(*lines: str) -> None:
 
 
 def _ls(arguments: argparse.Namespace) -> int:
-    from ..checkpoint.step_folders import overview
+    from ..checkpoint.complete_steps import overview
 
     folder = overview(arguments.path)
     _say(*(json.dumps(_as_json(folder), indent=2).splitlines() if arguments.json else _folder_lines(folder)))
@@ -145,10 +145,10 @@ def _ls(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    from ..checkpoint import inspect, manifest, step_folders
+    from ..checkpoint import complete_steps, inspect, manifest
 
-    path, name = step_folders.chosen(arguments.path, arguments.step), arguments.name.strip("/")
-    with step_folders.offering_another(arguments.path, path):
+    path, name = complete_steps.chosen(arguments.path, arguments.step), arguments.name.strip("/")
+    with complete_steps.offering_another(arguments.path, path):
         contents = manifest.read(path)
         tensor = _tensor_called(contents, name) if name else None
         if tensor is None:
@@ -162,19 +162,19 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from ..checkpoint import inspect, step_folders
+    from ..checkpoint import complete_steps, inspect
 
     paths: list[Path] = []
     for path in arguments.paths:
-        is_one = step_folders.is_checkpoint(path)
-        checkpoints = [path] if is_one else [seen.path for seen in step_folders.overview(path).checkpoints]
+        is_one = complete_steps.is_checkpoint(path)
+        checkpoints = [path] if is_one else [seen.path for seen in complete_steps.overview(path).checkpoints]
         if not checkpoints:
             raise DataError("verify", where=path, expected="checkpoints", got="none")
         paths += checkpoints
     good: list[Path] = []
     num_removed = 0
     for path in paths:
-        nbytes, began_s = step_folders.size_of(path), time.monotonic()
+        nbytes, began_s = complete_steps.size_of(path), time.monotonic()
         with BytesBar(path.name, nbytes) as bar:
             faults = list(inspect.faults(path, bar.tell))
         took_s = time.monotonic() - began_s
@@ -186,15 +186,15 @@ def _verify(arguments: argparse.Namespace) -> int:
         _say(f"{path}: {result}, {_size(nbytes)} in {took_s:.1f} s", *(f"  {fault}" for fault in faults))
         good += [] if faults else [path]
     if len(paths) > 1:
-        newest = max((path for path in good if step_folders.is_named(path)), key=step_folders.step_of, default=None)
+        newest = max((path for path in good if complete_steps.is_named(path)), key=complete_steps.step_of, default=None)
         _say(f"newest good: {newest or 'none'}")
     return 0 if good and len(good) + num_removed == len(paths) else 1
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    from ..checkpoint import inspect, manifest, step_folders
+    from ..checkpoint import complete_steps, inspect, manifest
 
-    a, b = step_folders.chosen(arguments.a), step_folders.chosen(arguments.b)
+    a, b = complete_steps.chosen(arguments.a), complete_steps.chosen(arguments.b)
     contents = manifest.read(a)
     _say(f"A  {a}", f"B  {b}")
     with BytesBar("compared", contents.nbytes) as bar:
@@ -207,15 +207,15 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from ..checkpoint import inspect, step_folders
+    from ..checkpoint import complete_steps, inspect
 
     kind = arguments.format or _SUFFIXES.get(arguments.out.suffix)
     if kind is None:
         raise ConfigError("export", where=arguments.out, expected=f"a name that ends in {', '.join(_SUFFIXES)}",
                           got=arguments.out.suffix or "no suffix", remedy="rename it, or use --format")  # fmt: skip
     check_name("format", kind, [*inspect.WRITERS, "pt"])
-    path = step_folders.chosen(arguments.path, arguments.step, arguments.best)
-    with step_folders.offering_another(arguments.path, path):
+    path = complete_steps.chosen(arguments.path, arguments.step, arguments.best)
+    with complete_steps.offering_another(arguments.path, path):
         chosen = inspect.choose_tensors(path, arguments.name)
         writer = _torch_writer() if kind == "pt" else inspect.WRITERS[kind]
         with BytesBar(arguments.out.name, chosen.nbytes) as bar:
@@ -235,10 +235,10 @@ def _torch_writer() -> Writer:
 
 
 def _prune(arguments: argparse.Namespace) -> int:
-    from ..checkpoint import inspect, step_folders
+    from ..checkpoint import complete_steps, inspect
 
-    path = step_folders.checkpoints_folder(arguments.path)
-    with BytesBar("verify what stays", step_folders.size_of(path)) as bar:
+    path = complete_steps.checkpoints_folder(arguments.path)
+    with BytesBar("verify what stays", complete_steps.size_of(path)) as bar:
         done = inspect.prune(path, arguments.keep, arguments.keep_every, arguments.best, arguments.dry_run, bar.tell)
     for step, fault in done.damaged.items():
         _say(f"step {step} stays, but is damaged: {fault}")

@@ -158,17 +158,17 @@ def _ended_by(status: int) -> str:
 
 def _how_to_go_on(run_dir: str) -> str:
     """Return the hint how to resume a run; empty where it has no checkpoint."""
-    from ..checkpoint import step_folders
+    from ..checkpoint import complete_steps
 
     with contextlib.suppress(OSError, HpcdpError):
-        step_folders.require_free(Path(run_dir) / CHECKPOINTS)  # as below
-        if step_folders.find(Path(run_dir) / CHECKPOINTS):
+        complete_steps.require_free(Path(run_dir) / CHECKPOINTS)  # as below
+        if complete_steps.find(Path(run_dir) / CHECKPOINTS):
             return f"; resume with: hpcdp train --resume {shlex.quote(run_dir)}"
     return ""
 
 
 def _draw_what_there_is(run_dir: str) -> None:
-    from ..checkpoint.step_folders import require_free
+    from ..checkpoint.complete_steps import require_free
     from ..train.run_dir import draw_run
 
     with contextlib.suppress(OSError, ValueError, HpcdpError):

@@ -46,14 +46,14 @@ COMPLEX_CHARS = "FD"
 
 
 Exchange = Callable[..., int]
-"""A resumable kernel that reduces or moves arrays; returns `shm_allreduce.DONE` or another of its values."""
+"""A resumable kernel that reduces or moves arrays; returns `shm_exchange.DONE` or another of its values."""
 
 STAGED_NBYTES = 8 << 10
 """The longest data of a movement that a rank copies to the staging buffer. Others read longer ones in its own memory,
 by a system call that costs less than a second copy.
 """
 STAGED_BY_TWO_NBYTES, STAGED_AGAIN_BY_TWO_NBYTES = 128 << 10, 1 << 20
-"""The same for two ranks, of which the reader writes to the staged cache lines (`shm_allreduce._LINE_NBYTES`), and for
+"""The same for two ranks, of which the reader writes to the staged cache lines (`shm_exchange._LINE_NBYTES`), and for
 their repeated calls, which do not stage what no other rank needs.
 """
 _MARK_NBYTES, _MEET = 64, Call("preparation of the node's memory")
@@ -294,7 +294,7 @@ class _Staging:
             yield from self._not_yet(met, call)
 
     def _reduce_by_owners(self, flat: np.ndarray, op: Reduction, call: Call) -> Steps:
-        """Run `shm_allreduce.sum_by_owners` for any dtype and reduction, with one kernel call per step."""
+        """Run `shm_exchange.sum_by_owners` for any dtype and reduction, with one kernel call per step."""
         if flat.dtype.char not in DTYPE_CHARS:
             expected = "a float or an integer of 8, 32 or 64 bits"
             raise UnsupportedError("allreduce", where="algorithm='shared'", expected=expected, got=flat.dtype)
@@ -320,7 +320,7 @@ class _Staging:
 
 
 def _direct_of(calls: InMemory) -> np.ndarray:
-    """Return how each rank's data are read, see `shm_allreduce.announce`; all ranks of the node call it together.
+    """Return how each rank's data are read, see `shm_exchange.announce`; all ranks of the node call it together.
 
     The kernel may refuse to read the memory of other processes (Yama, containers). Then all data are staged.
     """

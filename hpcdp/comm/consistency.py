@@ -386,7 +386,7 @@ class InMemory:
     """
 
     def __init__(self, memory: NodeMemory) -> None:
-        self.exchange = kernels.load("shm_allreduce")
+        self.exchange = kernels.load("shm_exchange")
         self.memory = memory
         self.counters = memory.alloc((memory.size * self.exchange.STRIDE,), np.int32)
         self.state = self.exchange.state_of(memory.rank, memory.patience)
@@ -471,7 +471,7 @@ class _Arrival:
 
     def __init__(self, memory: NodeMemory, counters: np.ndarray, state: np.ndarray) -> None:
         self._memory, self._counters, self._state = memory, counters, state
-        exchange = kernels.load("shm_allreduce")
+        exchange = kernels.load("shm_exchange")
         self._wait_all, self._sequence = exchange.wait_all, exchange.SEQUENCE
 
     def _arrived(self, spins: int, sleep_ns: int) -> bool:

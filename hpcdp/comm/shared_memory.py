@@ -239,7 +239,7 @@ class NodeBarrier:
 
     def __init__(self, memory: NodeMemory, most_numbers: int = LINE_NUMBERS) -> None:
         self._memory = memory
-        self._exchange = exchange = kernels.load("shm_allreduce")
+        self._exchange = exchange = kernels.load("shm_exchange")
         self._counters = memory.alloc((memory.size * exchange.STRIDE,), np.int32)
         capacity = -(-most_numbers // LINE_NUMBERS) * LINE_NUMBERS  # no two ranks write to one cache line
         self._board = memory.alloc((2, memory.size, capacity), np.float64)
@@ -293,7 +293,7 @@ class ProgressCounters:
 
     def __init__(self, memory: NodeMemory, things: int = 1) -> None:
         self._memory = memory
-        self._sync = kernels.load("shm_allreduce")
+        self._sync = kernels.load("shm_exchange")
         self._counters = memory.alloc((things, memory.size * self._sync.STRIDE), np.int32)
 
     def post(self, number: int, thing: int = 0) -> None:

@@ -2,7 +2,7 @@
 
 - `buckets`: the layout of parameters in flat buckets, and the state of a bucket.
 - `reducer`: the owner of buckets, gradient hooks and the state of a step.
-- `host_reduction`, `gpu_reduction`, `deterministic`: reductions in host memory, on GPUs, and in a fixed order of sums.
+- `cpu_reduction`, `gpu_reduction`, `deterministic`: reductions in host memory, on GPUs, and in a fixed order of sums.
 - `overlap`: schedules of reductions and updates, at the end of a step or beside computation; times of a step.
 - `sharded_update`: update strategies: every rank updates all parameters, or the owner of a shard updates it.
 - `base_trainer`, `bucket_trainer`: the base of all trainers, the trainer on buckets.

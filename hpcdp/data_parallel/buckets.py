@@ -1,4 +1,4 @@
-"""Buckets of gradients: their layout and state. `host_reduction` and `gpu_reduction` allocate their memory.
+"""Buckets of gradients: their layout and state. `cpu_reduction` and `gpu_reduction` allocate their memory.
 
 The layout, which is the place of each parameter's gradient, is a pure function of the model. It does not depend on
 ranks, time or earlier steps, so all ranks agree, and a resumed run sums in the same order.

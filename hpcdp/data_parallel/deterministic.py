@@ -42,7 +42,7 @@ from ..core.checks import boolean, whole_number
 from ..errors import ConfigError, HpcdpError, warn
 from ..nn.virtual_shards import VirtualShard, enter_shard, entered_shard, layers_of, move
 from .buckets import Bucket, Layout, ParameterLike
-from .host_reduction import HierarchicalReduction, Reduce, ReductionRanks
+from .cpu_reduction import HierarchicalReduction, Reduce, ReductionRanks
 
 if TYPE_CHECKING:
     from .reducer import Reducer

@@ -40,9 +40,9 @@ from ..compression import Codec, Compression, ErrorFeedback, coded_segments, com
 from ..core.arrays import Array, Event, Stream, Streams, gpu
 from ..core.checks import choices
 from ..errors import DeviceError, UnsupportedError
-from . import host_reduction
+from . import cpu_reduction
 from .buckets import LINE_NBYTES, Bucket, Layout, ParameterLike, Slot
-from .host_reduction import (
+from .cpu_reduction import (
     BucketReduction,
     Coder,
     Reduce,
@@ -551,7 +551,7 @@ class GpuReduction(BucketReduction):
                 self._direct = Direct(streams, len(sizes), self._across)
             elif self._across is not None:
                 self._staging = Staging(streams, [self._part(number).nbytes for number in range(len(sizes))])
-                self._message_nbytes = host_reduction.fitting(world, self._across, layout.longest_nbytes)
+                self._message_nbytes = cpu_reduction.fitting(world, self._across, layout.longest_nbytes)
         self._signature = signature
         self._writers: list[dict[int, Stream]] = [{} for _ in sizes]
         """Streams, by address, that have written each bucket since it was last `filled`."""

@@ -37,7 +37,7 @@ from ..engine import Done, Engine, Variable
 from ..engine.engine import Trace
 from ..errors import listed
 from .buckets import Bucket, ParameterLike, State
-from .host_reduction import BucketReduction
+from .cpu_reduction import BucketReduction
 
 COMMUNICATION, UPDATE = "communication", "update"
 """Names of the lanes of reductions and of updates."""

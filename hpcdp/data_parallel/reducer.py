@@ -26,9 +26,9 @@ from ..compression import Compression
 from ..core.arrays import Array, is_cupy, is_host
 from ..errors import ConfigError, StaleGradientError, warn
 from .buckets import Accumulation, Bucket, Layout, ParameterLike, State
+from .cpu_reduction import BucketReduction, HierarchicalReduction, ReductionRanks, SharedMemoryReduction
 from .deterministic import DeterministicReduction
 from .gpu_reduction import GpuReduction, streams_of
-from .host_reduction import BucketReduction, HierarchicalReduction, ReductionRanks, SharedMemoryReduction
 from .overlap import BucketTimes, CommunicationLane, OverlapScheduler, Scheduler
 
 _WRITABLE = (State.FILLING, State.READY)

@@ -9,7 +9,7 @@ The families are `networks` (elementwise operations, normalization, sequences), 
   the types of their arguments at the first call, by one process of a node, while the others wait and then read the
   cache (`jit`).
 
-Outside of the families: `shm_allreduce` for memory shared by ranks, `matmul` for BLAS, `empty`, which reuses memory for
+Outside of the families: `shm_exchange` for memory shared by ranks, `matmul` for BLAS, `empty`, which reuses memory for
 activations and gradients, and `jit`, which compiles all Numba kernels.
 
 A large array that NumPy allocates anew in every step costs a page fault for every 4 KiB, more than most operations on

@@ -1,4 +1,6 @@
-"""Short messages through memory that a node's ranks share: one queue for each receiver, filled by all senders.
+"""Kernels of `comm.mailbox`: short messages through memory that a node's ranks share.
+
+Each receiver has one queue, filled by all senders.
 
 A queue is a ring of cache lines. A sender reserves the lines of a record by a compare-and-swap of the queue's tail,
 writes the record, and sets its first word last, which the receiver polls. The receiver clears the first word of every
@@ -20,7 +22,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .jit import kernel
-from .shm_allreduce import _memcpy, _pause, _word, load, read_memory, store
+from .shm_exchange import _memcpy, _pause, _word, load, read_memory, store
 
 _LINE = 16
 """``int32`` words of a cache line."""

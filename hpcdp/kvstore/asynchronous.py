@@ -3,7 +3,7 @@
 Every key, or part of a large one, has a server: one of the workers, or a separate process. On the server's node, ranks
 apply their pushes themselves in shared memory, under the key's lock (`server_keys.ShmValue`). Ranks of other nodes
 send requests to the server (`server_loop`). The number of other pushes between a worker's pull and its push is the
-staleness, which can be bounded.
+staleness, which can be bounded (`server_keys.Delay`).
 
 Source: Dean et al., "Large scale distributed deep networks", 2012, section 4.1 (asynchronous stochastic gradient
 descent with servers); Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server",

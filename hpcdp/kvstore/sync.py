@@ -46,7 +46,7 @@ from ..compression import Compression
 from ..core.arrays import Array, to_host
 from ..core.state import Part, Sharded
 from ..data_parallel.buckets import Bucket, plan
-from ..data_parallel.host_reduction import InterNodeReduction, sum_rows
+from ..data_parallel.cpu_reduction import InterNodeReduction, sum_rows
 from ..data_parallel.overlap import UPDATE, CommunicationLane, SendPriority
 from ..engine import Variable
 from ..errors import ConfigError, HpcdpError, MismatchError
@@ -298,7 +298,7 @@ class DirectPushPull:
     """
 
     def __init__(self, memory: NodeMemory) -> None:
-        self._memory, self._merge, self._busy = memory, kernels.load("shm_allreduce"), threading.Lock()
+        self._memory, self._merge, self._busy = memory, kernels.load("shm_exchange"), threading.Lock()
         buffer = memory.alloc((self._merge.SLOTS, memory.size, CHUNK_NBYTES), np.uint8)
         self._staging = {dtype: buffer.view(dtype) for dtype in self._merge.DTYPES}
 
@@ -318,7 +318,7 @@ class RowExchange:
     """The exchange of a key, which pushes and pulls in one, piece by piece."""
 
     def __init__(self, rows: Rows, staging: np.ndarray, memory: NodeMemory, busy: threading.Lock) -> None:
-        merge = kernels.load("shm_allreduce")
+        merge = kernels.load("shm_exchange")
         self._rows, self._memory = rows, memory
         self._acquire, self._release = busy.acquire, busy.release
         self._shape, self._dtype = rows.stored.shape, rows.stored.dtype

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..checkpoint import flatten, step_folders
-from ..checkpoint.step_folders import summary_of
+from ..checkpoint import complete_steps, flatten
+from ..checkpoint.complete_steps import summary_of
 from ..comm import World
 from ..comm.consistency import on_rank_0
 from ..core.environment import explained
@@ -60,7 +60,7 @@ def reserve_run_dir(config: TrainConfig) -> TrainConfig:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not _is_empty(folder):
-            step_folders.require_free(folder / CHECKPOINTS)
+            complete_steps.require_free(folder / CHECKPOINTS)
             _clear_run_dir(folder, config.overwrite)
     except OSError as error:
         raise _cannot_make(folder, error) from error
@@ -81,7 +81,7 @@ def _is_empty(folder: Path) -> bool:
     checkpoints = folder / CHECKPOINTS
     inner = {path.name for path in checkpoints.iterdir()} if checkpoints.is_dir() else set()  # it may be a link
     names = {path.name for path in folder.iterdir()}
-    return names <= {CHECKPOINTS} and inner <= {step_folders.NAME} and not checkpoints.is_file()
+    return names <= {CHECKPOINTS} and inner <= {complete_steps.NAME} and not checkpoints.is_file()
 
 
 def _new_run_dir(stem: str) -> Path:
@@ -118,11 +118,11 @@ def drop_run_files(folder: Path) -> None:
 
 
 def _drop_checkpoints(folder: Path) -> None:
-    lock = step_folders.WriterLock(folder)
+    lock = complete_steps.WriterLock(folder)
     try:
         for path in folder.glob("step-*"):
-            step_folders.remove(path)
-        (folder / step_folders.NAME).unlink()
+            complete_steps.remove(path)
+        (folder / complete_steps.NAME).unlink()
     finally:
         lock.release()
     with contextlib.suppress(OSError):
@@ -300,13 +300,13 @@ def settled(settings: Mapping[str, Any], launched: bool) -> TrainConfig:
     if folder is None:
         left = config.run_dir is not None and (Path(config.run_dir) / "config.toml").is_file()
         return dataclasses.replace(config, resume=None, overwrite=left)
-    step_folders.require_free(folder / CHECKPOINTS)
+    complete_steps.require_free(folder / CHECKPOINTS)
     return _settled_in(folder, settings, launched)
 
 
 def is_finished(config: TrainConfig) -> bool:
     """Return whether the run to resume is complete, according to its newest checkpoint, if that looks undamaged."""
-    paths = step_folders.find(Path(str(config.resume)) / CHECKPOINTS)
+    paths = complete_steps.find(Path(str(config.resume)) / CHECKPOINTS)
     newest = summary_of(paths[max(paths)], max(paths)) if paths else None
     if newest is None or newest.manifest is None or newest.damage is not None:
         return False
@@ -329,13 +329,13 @@ def _find(config: TrainConfig, settings: Mapping[str, Any], launched: bool) -> P
         folder = Path(str(config.resume))
         if folder.name == CHECKPOINTS and _has_checkpoint(folder.parent):
             folder = folder.parent
-        if step_folders.is_named(folder):
+        if complete_steps.is_named(folder):
             raise ConfigError(
                 "resume", where=folder, expected="the folder of a run", got="one of its checkpoints",
                 remedy=f"pass --resume {folder.parent.parent}, which resumes from its newest one",
             )  # fmt: skip
         if not _has_checkpoint(folder):
-            got = "no config.toml beside it" if step_folders.find(folder / CHECKPOINTS) else "none"
+            got = "no config.toml beside it" if complete_steps.find(folder / CHECKPOINTS) else "none"
             raise no_checkpoint(folder, got)
         return folder
     if config.run_dir is not None:
@@ -357,7 +357,7 @@ def _can_go_on(folder: Path, settings: Mapping[str, Any], launched: bool) -> boo
 
 
 def _has_checkpoint(folder: Path) -> bool:
-    return (folder / "config.toml").is_file() and bool(step_folders.find(folder / CHECKPOINTS))
+    return (folder / "config.toml").is_file() and bool(complete_steps.find(folder / CHECKPOINTS))
 
 
 def _refuse_others(config: TrainConfig, before: TrainConfig, folder: Path) -> None:

@@ -13,7 +13,7 @@ import samples
 import standin
 from raises import raises
 
-from hpcdp.checkpoint import Manager, Part, Sharded, step_folders
+from hpcdp.checkpoint import Manager, Part, Sharded, complete_steps
 from hpcdp.checkpoint import manager as checkpoint_manager
 from hpcdp.checkpoint import manager as save
 from hpcdp.comm import thread_comm
@@ -352,7 +352,7 @@ def test_after_an_exception_the_folder_is_locked_as_long_as_a_save_goes_on(held,
             raise KeyError
         world.comm.barrier()
         with raises(DataError, operation="lock the checkpoints", where=tmp_path / "writer.lock"):
-            step_folders.WriterLock(tmp_path)
+            complete_steps.WriterLock(tmp_path)
         world.comm.barrier()
         held.set()
         saving.wait(30)

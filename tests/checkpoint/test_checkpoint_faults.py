@@ -13,7 +13,7 @@ import pytest
 import samples
 from raises import raises
 
-from hpcdp.checkpoint import Manager, inspect, manifest, step_folders
+from hpcdp.checkpoint import Manager, complete_steps, inspect, manifest
 from hpcdp.comm import thread_comm
 from hpcdp.errors import DataError
 
@@ -83,7 +83,7 @@ def assert_restored_without_index(run):
 
 def elements_of(run, name):
     """Where the elements in a file are: data set, first and last byte."""
-    found = manifest.read(step_folders.path_of(run, NEWER))
+    found = manifest.read(complete_steps.path_of(run, NEWER))
     for tensor in found.tensors.values():
         for part in tensor.parts:
             if part.file == name and part.count:
@@ -92,7 +92,7 @@ def elements_of(run, name):
 
 @pytest.mark.parametrize("name", [FIRST, SECOND])
 def test_flipped_bits_of_elements(name, run):
-    path = step_folders.path_of(run, NEWER) / name
+    path = complete_steps.path_of(run, NEWER) / name
     places = [*elements_of(run, name)]
     assert len(places) >= 3
     for dataset, first, last in places:
@@ -111,7 +111,7 @@ def test_flipped_bits_of_elements(name, run):
 
 def test_flipped_bits_of_what_hdf5_wrote_give_no_wrong_numbers(run):
     for name in (FIRST, INDEX):
-        path = step_folders.path_of(run, NEWER) / name
+        path = complete_steps.path_of(run, NEWER) / name
         places = [*elements_of(run, name)]
         beside = [at for at in range(path.stat().st_size) if not any(first <= at < last for _, first, last in places)]
         for at in beside[:: len(beside) // 30]:
@@ -122,7 +122,7 @@ def test_flipped_bits_of_what_hdf5_wrote_give_no_wrong_numbers(run):
 
 
 def test_flipped_bits_of_the_manifest(run):
-    path = step_folders.path_of(run, NEWER) / MANIFEST
+    path = complete_steps.path_of(run, NEWER) / MANIFEST
     for at in range(0, path.stat().st_size, 97):
         damage(path, lambda content, at=at: content.__setitem__(at, content[at] ^ 0x01))
         said = refusal(run)
@@ -135,7 +135,7 @@ def test_flipped_bits_of_the_manifest(run):
 @pytest.mark.parametrize("length", ["nothing", "half", "a byte less", "a byte more"])
 @pytest.mark.parametrize("name", FILES)
 def test_other_lengths(name, length, run):
-    path = step_folders.path_of(run, NEWER) / name
+    path = complete_steps.path_of(run, NEWER) / name
     cut = {"nothing": lambda x: b"", "half": lambda x: x[: len(x) // 2], "a byte less": lambda x: x[:-1]}
     damage(path, cut.get(length, lambda x: x + b"x"))
     if name == INDEX:
@@ -149,14 +149,14 @@ def test_other_lengths(name, length, run):
 @pytest.mark.parametrize("instead", ["nothing", "a folder", "a link to nowhere", "that of another step"])
 @pytest.mark.parametrize("name", [INDEX, FIRST, SECOND])
 def test_missing_files(name, instead, run):
-    path = step_folders.path_of(run, NEWER) / name
+    path = complete_steps.path_of(run, NEWER) / name
     path.unlink()
     if instead == "a folder":
         path.mkdir()
     elif instead == "a link to nowhere":
         path.symlink_to("nowhere")
     elif instead == "that of another step":
-        shutil.copy(step_folders.path_of(run, OLDER) / name, path)
+        shutil.copy(complete_steps.path_of(run, OLDER) / name, path)
     if name == INDEX and instead == "that of another step":
         assert refusal(run) is None
         return
@@ -169,7 +169,7 @@ def test_missing_files(name, instead, run):
 
 
 def test_the_file_of_another_rank(run):
-    first, second = (step_folders.path_of(run, NEWER) / name for name in (FIRST, SECOND))
+    first, second = (complete_steps.path_of(run, NEWER) / name for name in (FIRST, SECOND))
     first.rename(run / "kept")
     second.rename(first)
     (run / "kept").rename(second)
@@ -178,10 +178,10 @@ def test_the_file_of_another_rank(run):
 
 
 def test_a_checkpoint_in_the_folder_of_another_step(run):
-    copy = step_folders.path_of(run, NEWER + 1)
-    shutil.copytree(step_folders.path_of(run, OLDER), copy)
+    copy = complete_steps.path_of(run, NEWER + 1)
+    shutil.copytree(complete_steps.path_of(run, OLDER), copy)
     what = f"step {OLDER} in a folder of step {NEWER + 1}"
-    assert step_folders.overview(run).checkpoints[-1].damage == f"{MANIFEST}: {what}"
+    assert complete_steps.overview(run).checkpoints[-1].damage == f"{MANIFEST}: {what}"
     assert list(inspect.faults(copy)) == [f"{MANIFEST}: {what}"]
     with pytest.warns(UserWarning, match=rf"{MANIFEST}\]: got {what}: taking step {NEWER} instead"):
         thread_comm.run(2, lambda world: samples.check(Manager(run, world).restore().state, NEWER, world.rank, 2, 2))
@@ -191,7 +191,7 @@ def test_a_checkpoint_in_the_folder_of_another_step(run):
 
 @pytest.mark.parametrize("instead", ["nothing", "a folder", "a pipe"])
 def test_without_a_manifest_it_is_no_checkpoint(instead, run):
-    path = step_folders.path_of(run, NEWER) / MANIFEST
+    path = complete_steps.path_of(run, NEWER) / MANIFEST
     path.unlink()
     if instead != "nothing":
         (os.mkfifo if instead == "a pipe" else os.mkdir)(path)
@@ -220,7 +220,7 @@ def test_without_a_manifest_it_is_no_checkpoint(instead, run):
 
 
 def test_where_nothing_but_one_without_a_manifest_is_left(tmp_path):
-    (step_folders.path_of(tmp_path, 3)).mkdir()
+    (complete_steps.path_of(tmp_path, 3)).mkdir()
 
     def one(world):
         with (
@@ -234,7 +234,7 @@ def test_where_nothing_but_one_without_a_manifest_is_left(tmp_path):
 
 def test_where_all_are_damaged(run):
     for step in (OLDER, NEWER):
-        (step_folders.path_of(run, step) / FIRST).unlink()
+        (complete_steps.path_of(run, step) / FIRST).unlink()
 
     def one(world):
         with Manager(run, world) as manager:
@@ -309,7 +309,7 @@ def test_a_full_disk(small_disk):
                     assert str(error).endswith("no space left on device")
                     assert manager.steps() == [before]
                     names = {path.name for path in run.iterdir()}
-                    assert names == {"writer.lock", step_folders.path_of(run, before).name}
+                    assert names == {"writer.lock", complete_steps.path_of(run, before).name}
                     step, refused = before, refused + 1
                 samples.check(manager.restore().state, step, world.rank, 2, 2)
                 world.comm.barrier()
@@ -421,8 +421,8 @@ def test_a_second_job_is_refused_until_the_first_has_gone(tmp_path):
 
 
 def test_what_was_left_behind_is_named_and_removed(run):
-    torn = step_folders.partial_path(run, 21)
-    shutil.copytree(step_folders.path_of(run, NEWER), torn)
+    torn = complete_steps.partial_path(run, 21)
+    shutil.copytree(complete_steps.path_of(run, NEWER), torn)
 
     def one(world):
         with Manager(run, world) as manager:

@@ -16,8 +16,8 @@ import pytest
 from saved import flip, save
 
 from hpcdp import cli
-from hpcdp.checkpoint import Manager, inspect, manifest, step_folders
-from hpcdp.checkpoint.step_folders import WriterLock
+from hpcdp.checkpoint import Manager, complete_steps, inspect, manifest
+from hpcdp.checkpoint.complete_steps import WriterLock
 from hpcdp.comm import thread_comm
 
 COMMANDS = ("ls", "show", "verify", "diff", "export", "prune")
@@ -283,14 +283,14 @@ def test_verify(run, saved, folder):
 
 @pytest.mark.parametrize("place", ["summary_of", "size_of"])
 def test_ls_leaves_out_what_a_job_removes_meanwhile(place, run, folder, monkeypatch):
-    remove_before(monkeypatch, step_folders, place, folder / "step-0000000100")
+    remove_before(monkeypatch, complete_steps, place, folder / "step-0000000100")
     status, out, error = run("ls", folder)
     assert (status, error) == (0, "")
     assert [line.split()[0] for line in out.splitlines()] == ["step", "200", "300"]
 
 
 @pytest.mark.parametrize(
-    "place", [(step_folders, "size_of"), (inspect, "faults"), (manifest, "read"), (inspect, "_index_faults")]
+    "place", [(complete_steps, "size_of"), (inspect, "faults"), (manifest, "read"), (inspect, "_index_faults")]
 )
 def test_verify_takes_what_a_job_removes_meanwhile_for_no_fault(place, run, folder, monkeypatch):
     """Not of that checkpoint alone: `overview`, too, reads manifests."""
@@ -470,7 +470,7 @@ def test_prune_removes_links_and_not_what_they_lead_to(run, folder, tmp_path):
 
 
 def test_prune_while_somebody_saves(run, folder):
-    code = "import sys; from pathlib import Path; from hpcdp.checkpoint.step_folders import WriterLock\n" \
+    code = "import sys; from pathlib import Path; from hpcdp.checkpoint.complete_steps import WriterLock\n" \
            "lock = WriterLock(Path(sys.argv[1])); print(flush=True); input()"  # fmt: skip
     job = subprocess.Popen([sys.executable, "-c", code, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:

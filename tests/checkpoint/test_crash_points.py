@@ -9,7 +9,7 @@ import failing_calls
 import numpy as np
 import pytest
 
-from hpcdp.checkpoint import Manager, PerRank, step_folders
+from hpcdp.checkpoint import Manager, PerRank, complete_steps
 from hpcdp.comm import thread_comm
 from hpcdp.errors import DataError
 
@@ -47,8 +47,8 @@ def prepare_replaced(path, world, atomic):
 def prepare_left_over(path, world, atomic):
     """A save of step 3 had ended while it was replaced, another one of step 4 while it was written."""
     prepare_replaced(path, world, atomic)
-    step_folders.path_of(path, 3).rename(path / "step-0000000003.old.tmp")
-    for partial in (step_folders.partial_path(path, 3), step_folders.partial_path(path, 4)):
+    complete_steps.path_of(path, 3).rename(path / "step-0000000003.old.tmp")
+    for partial in (complete_steps.partial_path(path, 3), complete_steps.partial_path(path, 4)):
         partial.mkdir()
         (partial / "shard-00000.h5").write_bytes(b"torn")
 
@@ -93,7 +93,7 @@ def test_a_crash_at_any_call(prepare, way, tmp_path):
             assert made.failed
             newest = 2.0 if prepare is prepare_new else 3.0
             check_complete(path, world, newest, 3.5)
-            left_over = step_folders.left_over(path, atomic)
+            left_over = complete_steps.left_over(path, atomic)
             with (
                 Manager(path, world, keep=2, atomic_rename=atomic) as manager,
                 warnings.catch_warnings(record=True) as said,
@@ -103,7 +103,7 @@ def test_a_crash_at_any_call(prepare, way, tmp_path):
                 steps = manager.steps()
             assert [str(each.message).partition(":")[0] for each in said] == [str(each) for each in left_over]
             assert steps[-1] == 9 and len(steps) == 2
-            names = {step_folders.path_of(path, step).name for step in steps} | {"writer.lock"}
+            names = {complete_steps.path_of(path, step).name for step in steps} | {"writer.lock"}
             assert {each.name for each in path.iterdir()} == names, made.failed
             assert check_complete(path, world, 9.0).step == 9
             shutil.rmtree(path)

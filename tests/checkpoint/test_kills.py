@@ -15,7 +15,7 @@ import pytest
 import samples
 import saving_forever
 
-from hpcdp.checkpoint import Manager, step_folders
+from hpcdp.checkpoint import Manager, complete_steps
 from hpcdp.comm import thread_comm
 
 KILLS_OF_PROCESSES, KILLS_OF_JOBS = (44, 6) if os.environ.get("HPCDP_TEST_THOROUGH") else (12, 2)
@@ -23,7 +23,7 @@ KILLS_OF_PROCESSES, KILLS_OF_JOBS = (44, 6) if os.environ.get("HPCDP_TEST_THOROU
 
 def check(path, least):
     """The newest one is complete, and not older than what had been said to be; a further save removes what is torn."""
-    left_over = step_folders.left_over(path)
+    left_over = complete_steps.left_over(path)
 
     def one(world):
         with Manager(path, world, keep=2) as manager:
@@ -38,7 +38,7 @@ def check(path, least):
     assert step >= least
     assert [str(each.message).partition(":")[0] for each in said] == [str(each) for each in left_over]
     names = {each.name for each in path.iterdir()}
-    assert names == {"writer.lock", *(step_folders.path_of(path, each).name for each in step_folders.find(path))}
+    assert names == {"writer.lock", *(complete_steps.path_of(path, each).name for each in complete_steps.find(path))}
     return len(left_over)
 
 
@@ -82,7 +82,7 @@ def test_jobs_of_which_a_rank_is_killed(number, tmp_path):
     with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as job:
         try:
             deadline = time.monotonic() + 30
-            while len(step_folders.find(path)) < 2 and time.monotonic() < deadline:
+            while len(complete_steps.find(path)) < 2 and time.monotonic() < deadline:
                 time.sleep(0.01)
             time.sleep(source.random() * 0.2)
             ranks = sorted(ranks_of(path))

@@ -16,7 +16,7 @@ from on_threads import caught, restore, save
 from pairs import pairs
 from raises import raises
 
-from hpcdp.checkpoint import Manager, Part, PerRank, Sharded, flatten, inspect, step_folders
+from hpcdp.checkpoint import Manager, Part, PerRank, Sharded, complete_steps, flatten, inspect
 from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, DataError, MismatchError, UnsupportedError
 
@@ -267,7 +267,7 @@ def test_after_a_save_that_a_rank_has_left_nobody_has_its_communicators(tmp_path
 
     def one(world):
         with Manager(tmp_path, world) as left, monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(step_folders, "wait_for", interrupted)
+            patch.setattr(complete_steps, "wait_for", interrupted)
             left.save(1, {"a": 1})
         comm = weakref.ref(left._group.comm)
         del left
@@ -309,6 +309,6 @@ def test_what_more_ranks_have_saved_than_a_process_may_have_files_open(tmp_path,
     for step in (1, 2):
         save(tmp_path, step, ranks, state)
     program = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({ranks},) * 2); {_READS_ALL}"
-    paths = [step_folders.path_of(tmp_path, step) for step in (1, 2)]
+    paths = [complete_steps.path_of(tmp_path, step) for step in (1, 2)]
     done = subprocess.run([sys.executable, "-c", program, *paths], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("[[], []] ['long'] True True\n", "")

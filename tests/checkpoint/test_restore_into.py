@@ -11,7 +11,7 @@ from raises import raises
 from saved import flip
 
 from hpcdp import nn
-from hpcdp.checkpoint import Part, PerRank, Sharded, inspect, manifest, step_folders
+from hpcdp.checkpoint import Part, PerRank, Sharded, complete_steps, inspect, manifest
 from hpcdp.core.arrays import dtype_of, to_host
 from hpcdp.errors import ConfigError, DataError, UnsupportedError
 
@@ -114,7 +114,9 @@ class Meanwhile:
         if self._rank == 0 and (step := next(self._steps, None)) is not None:
             for path in self._folder.glob("step-*"):
                 path.rename(self._folder.with_name(f"removed-{path.name}"))
-            step_folders.path_of(self._folder.with_name("saved"), step).rename(step_folders.path_of(self._folder, step))
+            complete_steps.path_of(self._folder.with_name("saved"), step).rename(
+                complete_steps.path_of(self._folder, step)
+            )
         return {}
 
     def load_state_dict(self, state):

@@ -22,7 +22,7 @@ from hpcdp.comm.gpu_buckets.transport import GpuTransport
 from hpcdp.comm.roll_call import RollCall
 from hpcdp.comm.watchdog import Watchdog
 from hpcdp.core.arrays import Device, Streams, dtype_of, gpu
-from hpcdp.data_parallel import Reducer, buckets, gpu_reduction, host_reduction
+from hpcdp.data_parallel import Reducer, buckets, cpu_reduction, gpu_reduction
 from hpcdp.errors import ConfigError, DeviceError
 
 COUNTS = {GpuTransport.NCCL: 8, GpuTransport.CUDA_IPC: 1, GpuTransport.HOST: 0}
@@ -85,8 +85,8 @@ def sums_of(world, way, dtype, overlap, reducers=None):
 def test_sums_have_the_bits_of_those_through_the_host(reached, monkeypatch, run, short_nbytes):
     way, n, nodes, dtype, overlap = run
     show_gpus(monkeypatch, COUNTS[way])
-    monkeypatch.setattr(host_reduction, "SHORT_NBYTES", short_nbytes)  # by a ring, and by halving
-    monkeypatch.setattr(host_reduction, "fitting", lambda *of: 300)
+    monkeypatch.setattr(cpu_reduction, "SHORT_NBYTES", short_nbytes)  # by a ring, and by halving
+    monkeypatch.setattr(cpu_reduction, "fitting", lambda *of: 300)
     through_host = []
     copy = Streams.copy_async
 
@@ -111,8 +111,8 @@ def test_sums_have_the_bits_of_those_through_the_host(reached, monkeypatch, run,
 @pytest.mark.parametrize(("gpus_on_host", "n"), in_turn(ORDERS, [2, 3, 4]), indirect=["gpus_on_host"])
 def test_a_message_is_a_whole_chunk_of_a_segment(reached, monkeypatch, n):
     show_gpus(monkeypatch, 0)
-    monkeypatch.setattr(host_reduction, "SHORT_NBYTES", 0)
-    monkeypatch.setattr(host_reduction, "fitting", lambda *of: tasks.MESSAGE_NBYTES)
+    monkeypatch.setattr(cpu_reduction, "SHORT_NBYTES", 0)
+    monkeypatch.setattr(cpu_reduction, "fitting", lambda *of: tasks.MESSAGE_NBYTES)
     segment_nbytes = 300_000
     monkeypatch.setattr(gpu_reduction, "SEGMENT_NBYTES", segment_nbytes)
     sent = []

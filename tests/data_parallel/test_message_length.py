@@ -8,9 +8,9 @@ import pytest
 
 from hpcdp.comm import thread_comm
 from hpcdp.comm.tasks import MESSAGE_NBYTES
-from hpcdp.data_parallel import Reducer, buckets, host_reduction
+from hpcdp.data_parallel import Reducer, buckets, cpu_reduction
 
-SHORTEST = host_reduction.LONGER_NBYTES[0]
+SHORTEST = cpu_reduction.LONGER_NBYTES[0]
 
 
 class Parameter:
@@ -27,8 +27,8 @@ class Parameter:
 )  # fmt: skip
 def test_longer_messages_are_sent_where_the_slowest_rank_gains_by_them(monkeypatch, seconds, chosen):
     """Until one is not worth it over that before."""
-    lanes, clock = host_reduction.in_lanes, threading.local()
-    lengths = (MESSAGE_NBYTES, *host_reduction.LONGER_NBYTES)
+    lanes, clock = cpu_reduction.in_lanes, threading.local()
+    lengths = (MESSAGE_NBYTES, *cpu_reduction.LONGER_NBYTES)
 
     def timed(pairs, steps, tag):
         length = max(length for length in lengths if pairs[0][0].nbytes > 0.9 * length)
@@ -37,20 +37,20 @@ def test_longer_messages_are_sent_where_the_slowest_rank_gains_by_them(monkeypat
 
     def rank(world):
         clock.now, clock.is_slow = 0, world.rank == 1
-        return host_reduction.measured(world.comm)
+        return cpu_reduction.measured(world.comm)
 
-    monkeypatch.setattr(host_reduction, "in_lanes", timed)
-    monkeypatch.setattr(host_reduction, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(cpu_reduction, "in_lanes", timed)
+    monkeypatch.setattr(cpu_reduction, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     assert thread_comm.run(3, rank) == [chosen] * 3
 
 
 def test_it_is_tried_once_in_a_world_and_for_long_buckets_alone(monkeypatch):
     tried = []
-    monkeypatch.setattr(host_reduction, "measured", lambda comm: (tried.append(comm.rank), SHORTEST)[1])
+    monkeypatch.setattr(cpu_reduction, "measured", lambda comm: (tried.append(comm.rank), SHORTEST)[1])
 
     def rank(world):
-        found = [host_reduction.fitting(world, world.comm, nbytes) for nbytes in (1 << 19, 1 << 20, 1 << 21)]
-        return [*found, host_reduction.fitting(world, None, 1 << 30)]
+        found = [cpu_reduction.fitting(world, world.comm, nbytes) for nbytes in (1 << 19, 1 << 20, 1 << 21)]
+        return [*found, cpu_reduction.fitting(world, None, 1 << 30)]
 
     assert thread_comm.run(1, rank) == [[MESSAGE_NBYTES] * 4]
     assert thread_comm.run(3, rank) == [[MESSAGE_NBYTES, SHORTEST, SHORTEST, MESSAGE_NBYTES]] * 3
@@ -76,7 +76,7 @@ def test_sums_have_the_same_bits_however_long_messages_are(monkeypatch, n, per_n
 
     asked, results = [], []
     for nbytes in (5_000, MESSAGE_NBYTES, SHORTEST, 1 << 20):
-        monkeypatch.setattr(host_reduction, "fitting", lambda world, comm, longest, nbytes=nbytes: nbytes)
+        monkeypatch.setattr(cpu_reduction, "fitting", lambda world, comm, longest, nbytes=nbytes: nbytes)
         results.append(thread_comm.run(n, rank, per_node))
     assert all(each >= 1_200_000 for each in asked)
     for other in results[1:]:

@@ -20,8 +20,8 @@ LOAD = """
 import json
 import numpy as np
 from hpcdp import kernels
-kernels.load("shm_allreduce").post(np.zeros(64, np.int32), 0, 1)
-stats = kernels.load("shm_allreduce").post.stats
+kernels.load("shm_exchange").post(np.zeros(64, np.int32), 0, 1)
+stats = kernels.load("shm_exchange").post.stats
 print(json.dumps([sum(stats.cache_hits.values()), sum(stats.cache_misses.values())]))
 """
 
@@ -570,7 +570,7 @@ def test_importing_hpcdp_imports_nothing_heavy():
     assert Path(kernels.__file__).parent.name == "kernels"
 
 
-@pytest.mark.parametrize("changed", ["shm_allreduce.py", "reference.py", "convolution/direct.py"])
+@pytest.mark.parametrize("changed", ["shm_exchange.py", "reference.py", "convolution/direct.py"])
 def test_a_change_of_any_source_asks_for_new_machine_code(tmp_path, monkeypatch, changed):
     monkeypatch.setenv("HPCDP_CACHE_DIR", str(tmp_path))
     before = kernels.compiled_dir()

@@ -8,7 +8,7 @@ import pytest
 from raises import raises
 
 from hpcdp import cli
-from hpcdp.checkpoint.step_folders import WriterLock
+from hpcdp.checkpoint.complete_steps import WriterLock
 from hpcdp.cli import train as cli_train
 from hpcdp.errors import ConfigError
 from hpcdp.kvstore import KINDS

@@ -11,8 +11,8 @@ from raises import raises
 from threadpoolctl import threadpool_limits
 
 from hpcdp import data, nn, optim
-from hpcdp.checkpoint import Manager, step_folders
-from hpcdp.checkpoint.step_folders import WriterLock
+from hpcdp.checkpoint import Manager, complete_steps
+from hpcdp.checkpoint.complete_steps import WriterLock
 from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, DataError, SaveError
 from hpcdp.train.callbacks import Callback
@@ -387,21 +387,21 @@ def test_without_a_complete_checkpoint_there_is_nowhere_to_go_on(tmp_path, monke
     def full(folder, step, atomic_rename):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(step_folders, "commit", full)
+    monkeypatch.setattr(complete_steps, "commit", full)
     with raises(SaveError, operation="save", where=tmp_path / "a/step-0000000004.tmp"):
         whole_run(2, tmp_path / "a", every=4, epochs=1)
 
 
 @pytest.mark.parametrize("at", ["in between", "at the end"])
 def test_what_cannot_be_written_ends_the_training_and_says_where_to_go_on(at, tmp_path, monkeypatch):
-    commit = step_folders.commit
+    commit = complete_steps.commit
 
     def full(folder, step, atomic_rename):
         if step == (8 if at == "in between" else STEPS):
             raise OSError(28, "No space left on device")
         return commit(folder, step, atomic_rename)
 
-    monkeypatch.setattr(step_folders, "commit", full)
+    monkeypatch.setattr(complete_steps, "commit", full)
     newest = 4 if at == "in between" else 8
     with raises(SaveError, operation="save", remedy=[newest, "--resume"]):
         whole_run(2, tmp_path / "a", every=4, epochs=1)
@@ -410,7 +410,7 @@ def test_what_cannot_be_written_ends_the_training_and_says_where_to_go_on(at, tm
 
 
 def test_a_disk_that_is_gone_ends_the_training_and_says_so(tmp_path, monkeypatch):
-    commit, find, is_gone = step_folders.commit, step_folders.find, []
+    commit, find, is_gone = complete_steps.commit, complete_steps.find, []
 
     def losing(folder, step, atomic_rename):
         if step == 8:
@@ -423,7 +423,7 @@ def test_a_disk_that_is_gone_ends_the_training_and_says_so(tmp_path, monkeypatch
             raise OSError(5, "Input/output error")
         return find(folder)
 
-    monkeypatch.setattr(step_folders, "commit", losing)
-    monkeypatch.setattr(step_folders, "find", found)
+    monkeypatch.setattr(complete_steps, "commit", losing)
+    monkeypatch.setattr(complete_steps, "find", found)
     with raises(SaveError, operation="save", where=tmp_path / "a/step-0000000008.tmp", remedy="--resume"):
         whole_run(2, tmp_path / "a", every=4, epochs=1)

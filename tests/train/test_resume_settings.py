@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from raises import raises
 
-from hpcdp.checkpoint import Manager, step_folders
-from hpcdp.checkpoint.step_folders import WriterLock
+from hpcdp.checkpoint import Manager, complete_steps
+from hpcdp.checkpoint.complete_steps import WriterLock
 from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, DataError
 from hpcdp.train import run_dir
@@ -90,8 +90,8 @@ def test_what_may_not_be_looked_into_is_passed_over_unless_it_was_named(here, mo
 
     for number in (1, 2):
         leave_run(here / "runs" / f"mlp-digits-00{number}", model="mlp")
-    find = step_folders.find
-    monkeypatch.setattr(step_folders, "find", refuse)
+    find = complete_steps.find
+    monkeypatch.setattr(complete_steps, "find", refuse)
     assert settled({"resume": "auto", "model": "mlp"}, launched=False).run_dir == "runs/mlp-digits-001"
     with raises(ConfigError, operation="resume", where="runs/mlp-digits-002/checkpoints"):
         settled({"resume": "runs/mlp-digits-002"}, launched=False)

@@ -8,8 +8,8 @@ import pytest
 from raises import raises
 from train_command import train_on_threads
 
-from hpcdp.checkpoint import step_folders
-from hpcdp.checkpoint.step_folders import WriterLock
+from hpcdp.checkpoint import complete_steps
+from hpcdp.checkpoint.complete_steps import WriterLock
 from hpcdp.cli import checkpoint
 from hpcdp.comm import thread_comm
 from hpcdp.errors import ConfigError, DataError
@@ -213,7 +213,7 @@ def test_no_rank_ends_the_job_before_rank_0_can_report_why(tmp_path, monkeypatch
         time.sleep(0.5)
         order.append("drawn")
 
-    monkeypatch.setattr(step_folders, "commit", full)
+    monkeypatch.setattr(complete_steps, "commit", full)
     monkeypatch.setattr("hpcdp.train.run_dir.draw_curves", draw)
     monkeypatch.setattr("hpcdp.cli.fail", lambda error, status: order.append(str(error)) or status)
     assert train_on_threads(monkeypatch, tmp_path, 3, "mlp", "--epochs", "1", "--run-dir", "a") == [1, 1, 1]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from train_command import ENVIRONMENT, RUN, start, train, train_on_threads
 
-from hpcdp.checkpoint.step_folders import WriterLock
+from hpcdp.checkpoint.complete_steps import WriterLock
 from hpcdp.data import ShardedSampler
 from hpcdp.launch import process_monitor
 from hpcdp.train import config

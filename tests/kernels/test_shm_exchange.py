@@ -7,7 +7,7 @@ from hpcdp import kernels
 
 
 def test_a_post_is_seen_and_a_missing_one_times_out():
-    sync = kernels.load("shm_allreduce")
+    sync = kernels.load("shm_exchange")
     counters = np.zeros(2 * sync.STRIDE, np.int32)
     sync.post(counters, 1, np.int32(5))
     assert counters[sync.STRIDE] == 5
@@ -19,7 +19,7 @@ def test_a_post_is_seen_and_a_missing_one_times_out():
 
 
 def test_a_sleeper_is_woken_long_before_its_timeout():
-    sync = kernels.load("shm_allreduce")
+    sync = kernels.load("shm_exchange")
     counters = np.zeros(sync.STRIDE, np.int32)
     threading.Timer(0.05, lambda: sync.post(counters, 0, np.int32(1))).start()
     began = time.monotonic()
@@ -29,13 +29,13 @@ def test_a_sleeper_is_woken_long_before_its_timeout():
 
 
 def test_counters_wrap_around():
-    sync = kernels.load("shm_allreduce")
+    sync = kernels.load("shm_exchange")
     counters = np.full(sync.STRIDE, np.int32(-(2**31)))  # one past the largest
     assert sync.wait(counters, 0, np.int32(2**31 - 1), 0, 0)
 
 
 def test_a_barrier_of_threads_keeps_step_over_many_rounds():
-    sync, n, rounds = kernels.load("shm_allreduce"), 3, 300
+    sync, n, rounds = kernels.load("shm_exchange"), 3, 300
     counters, board, torn = np.zeros(n * sync.STRIDE, np.int32), np.zeros(n, np.int64), []
 
     def rank(me):

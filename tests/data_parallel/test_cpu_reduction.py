@@ -8,8 +8,8 @@ from hpcdp.comm import thread_comm
 from hpcdp.compression import Compression
 from hpcdp.data_parallel import Reducer, buckets
 from hpcdp.data_parallel.buckets import State
+from hpcdp.data_parallel.cpu_reduction import HierarchicalReduction, SharedMemoryReduction
 from hpcdp.data_parallel.deterministic import DeterministicReduction
-from hpcdp.data_parallel.host_reduction import HierarchicalReduction, SharedMemoryReduction
 from hpcdp.data_parallel.overlap import OverlapScheduler, Scheduler
 
 SHAPES = [(7, 3), (5,), (40, 30)]

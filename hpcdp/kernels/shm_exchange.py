@@ -1,5 +1,7 @@
 """Allreduce, push and pull over memory shared by a node's ranks, and the counters with which they wait for each other.
 
+Gradients in buckets are summed by `gradients`, and messages between two ranks go by `shm_messages`.
+
 A counter is an ``int32`` that only grows (and wraps: comparisons are by difference). Waiting first spins, because a
 peer on another core answers within a microsecond. Then it sleeps in the kernel on a futex (Drepper, "Futexes Are
 Tricky", 2011), because a peer that shares this core cannot run while it spins. The word after each counter is the
@@ -810,7 +812,7 @@ def replace(x, out, in_place, total, staging, ends, counters, state):  # type: i
         total: shape ``(count,)`` or longer, shared; no rank reads its previous value after the meeting.
         staging: shape ``(SLOTS, n, chunk)``, shared.
         ends: shape ``(n + 1,)``, int64: bounds of the ranks' shards.
-        counters: progress of the ranks with this value, shared (see `shm_allreduce`).
+        counters: progress of the ranks with this value, shared (see `shm_exchange`).
         state: shape ``(STATE_LENGTH,)``, this rank's.
 
     Returns:
