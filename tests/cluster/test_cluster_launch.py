@@ -278,8 +278,8 @@ def test_a_link_that_is_cut_for_five_seconds_ends_nothing(two_hosts: Cluster, jo
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["-H", "node1,node2,nowhere"], "nowhere: ssh: Could not resolve hostname nowhere"),
-        (["-H", "node1,10.77.0.99"], "10.77.0.99: ssh: connect to host 10.77.0.99 port 22"),
+        (["-H", "node1,node2,nowhere"], "nowhere: Could not resolve hostname nowhere"),
+        (["-H", "node1,10.77.0.99"], "10.77.0.99: connect to host 10.77.0.99 port 22"),
         (["-H", "node1,node2:1"], "expected slots for 3 ranks, got 2 on node1:1, node2:1"),
         (["-H", "node1,node2", "--interface", "ib0"], "expected one of eth0, got 'ib0'"),
         (["-H", "node1,node2", "--interface", "lo"], "expected one of eth0, got 'lo', which reaches no other host"),
