@@ -500,7 +500,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         _check_size("reduce_scatter", "output", tensors[self.world.rank].numel(), output.numel())
         sizes = [tensor.numel() for tensor in tensors]
         splits = sizes if len(set(sizes)) > 1 else None
-        x, (out, finish) = _joined(tensors), _target(output, flat=True)
+        x, (out, finish) = _joined(tensors), _target(output)
         return self._run(
             "reduce_scatter", opts, [output], finish, x, op, self.world, out=out, prescale=factor, splits=splits
         )
@@ -510,7 +510,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Reduce a tensor elementwise over all ranks; its r-th part on rank r only."""
         op, factor = _reduction(opts, [x])
         _check_size("reduce_scatter_single", "input", output.numel() * self.world.size, x.numel())
-        out, finish = _target(output, flat=True)
+        out, finish = _target(output)
         return self._run("reduce_scatter", opts, [output], finish, _flat(x), op, self.world, out=out, prescale=factor)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -558,7 +558,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Work:
         """Gather the tensors of all ranks, of one shape, one after another in ``output``."""
         _check_size("all_gather_single", "output", x.numel() * self.world.size, output.numel())
-        out, finish = _target(output, flat=True, moves=True)
+        out, finish = _target(output, moves=True)
         return self._run("allgather", opts, [output], finish, _flat(x, moves=True), self.world, out=out)
 
     _allgather_base = all_gather_single
@@ -599,7 +599,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         if self.world.rank == root:
             tensors = _inner(inputs)
             x, splits = _joined(tensors, moves=True), [tensor.numel() for tensor in tensors]
-        out, finish = _target(output, flat=True, moves=True)
+        out, finish = _target(output, moves=True)
         return self._run("scatter", opts, [output], finish, x, root, self.world, splits, out)
 
     @_operation
@@ -645,7 +645,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
                 "all_to_all_single", where="input", expected=f"a multiple of {n} elements, as output has",
                 got=f"{x.numel()} elements, and {output.numel()} in output",
             )  # fmt: skip
-        out, copied = _target(output, flat=True, moves=True)
+        out, copied = _target(output, moves=True)
         return self._run("alltoall", opts, [output], copied, _flat(x, moves=True), None, self.world, out)
 
     alltoall_base = all_to_all_single
@@ -660,7 +660,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def recv(self, tensors: Any, source: int | None, tag: int = 0) -> Work:
         """Receive a tensor of rank ``source`` of the group, in place."""
         (tensor,) = _listed(tensors)
-        out, finish = _target(tensor, flat=True, moves=True)
+        out, finish = _target(tensor, moves=True)
         return self._run("recv", None, [tensor], finish, out, source, tag, self.world)
 
     @_operation
@@ -790,12 +790,15 @@ def _flat(tensor: torch.Tensor, moves: bool = False) -> Array:
     return _sent(tensor, moves).reshape(-1)
 
 
-def _target(tensor: torch.Tensor, flat: bool = False, moves: bool = False) -> tuple[Array, Finish | None]:
-    """Return an array that an operation may change for ``tensor``, and the function that copies it back, if needed."""
+def _target(tensor: torch.Tensor, moves: bool = False) -> tuple[Array, Finish | None]:
+    """Return an array that an operation may change for ``tensor``, and the function that copies it back, if needed.
+
+    The array has shape ``(count,)``, because c10d compares the tensors of ranks by their counts, not by their shapes.
+    """
     source = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
-    array = _array(source, moves)
+    array = _array(source, moves).reshape(-1)
     finish = None if source is tensor else lambda _: tensor.detach().copy_(source)
-    return (array.reshape(-1) if flat else array), finish
+    return array, finish
 
 
 def _joined(tensors: Sequence[torch.Tensor], moves: bool = False) -> Array:

@@ -79,6 +79,12 @@ def test_layouts_and_parameters():
     whole[:, ::2] = of(me, (4, 6))
     dist.all_reduce(whole[:, ::2])
     assert torch.equal(whole[:, ::2], total) and not whole[:, 1::2].any()
+    x = of(me, (4, 6) if me == 0 else (3, 8))  # c10d compares counts, not shapes
+    dist.all_reduce(x)
+    assert torch.equal(x.flatten(), total.flatten())
+    dist.broadcast(x.mul_(me + 1), 0)
+    dist.reduce(x, 0)
+    assert torch.equal(x.flatten(), total.flatten() * (dist.get_world_size() if me == 0 else 1))
     number = torch.tensor(float(me))
     dist.all_reduce(number)
     assert number == sum(range(dist.get_world_size()))
