@@ -679,7 +679,8 @@ def merged(before: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> 
 def entries(sizes: Sequence[int], names: Sequence[str], baseline: str = algorithm_choice.LIBRARY) -> list[list[Any]]:
     """Return the choices in the form of `algorithm_choice.Table`, as pairs of a largest size and an algorithm.
 
-    Between two sizes with different choices, and below a smallest size of more than 64 bytes, the baseline runs.
+    Between two sizes with different choices the baseline runs. Below a smallest size of more than 64 bytes the cost
+    model chooses, as it does without a table.
     Above the largest size the last choice holds if that size is at least 16 MB; otherwise there is no choice.
 
     Args:
@@ -687,7 +688,7 @@ def entries(sizes: Sequence[int], names: Sequence[str], baseline: str = algorith
         names: the choice for each size.
         baseline: the algorithm that others must beat.
     """
-    ranges: list[list[Any]] = [[sizes[0] - 1, baseline]] if sizes[0] > _SMALL_NBYTES else []
+    ranges: list[list[Any]] = [[sizes[0] - 1, algorithm_choice.BY_MODEL]] if sizes[0] > _SMALL_NBYTES else []
     for number, name in enumerate(names):
         after = names[number + 1] if number + 1 < len(names) else name
         last = number + 1 == len(names)
@@ -757,6 +758,10 @@ def show(world: World) -> None:
 
 
 def _as_text(ranges: Sequence[Sequence[Any]]) -> str:
-    parts = [f"{name} to {format_size(most)}" for most, name in ranges if most is not None]
-    above = ranges[-1][1] if ranges and ranges[-1][0] is None else "the model's choice"
+    by_model = "the model's choice"
+    names = [by_model if name == algorithm_choice.BY_MODEL else name for _, name in ranges]
+    parts = [
+        f"{name} to {format_size(most)}" for name, (most, _) in zip(names, ranges, strict=True) if most is not None
+    ]
+    above = names[-1] if ranges and ranges[-1][0] is None else by_model
     return ", ".join([*parts, f"{above} above"]) if parts else above

@@ -327,6 +327,8 @@ Table = dict[str, Any]
 ``choices`` has for each collective a list of ``[nbytes, algorithm]``: the algorithm up to that size; null in the last
 entry means any size.
 """
+BY_MODEL = "auto"
+"""In a table's choices: the cost model chooses, as it does without a table."""
 
 
 def folder() -> Path:
@@ -432,7 +434,7 @@ def choice(world: World, collective: str, nbytes: int) -> str | None:
     table = loaded(world)
     for most, algorithm in table["choices"].get(collective, ()) if table else ():
         if most is None or nbytes <= most:
-            return str(algorithm)
+            return None if algorithm == BY_MODEL else str(algorithm)
     return None
 
 
@@ -503,7 +505,7 @@ def _wrong_choices(choices: Any) -> str:
             if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str)):
                 return f"choice {number} of {collective} is {entry!r}, not [nbytes, algorithm]"
             most, algorithm = entry
-            if algorithm not in algorithms_of(collective):
+            if algorithm not in (BY_MODEL, *algorithms_of(collective)):
                 valid = ", ".join(algorithms_of(collective))
                 return f"unknown algorithm {algorithm!r} of {collective}, valid: {valid}"
             is_integer = isinstance(most, int) and not isinstance(most, bool)

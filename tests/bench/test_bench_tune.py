@@ -73,11 +73,11 @@ def test_between_sizes_that_disagree_the_library_runs(names, wanted):
     ("sizes", "names", "wanted"),
     [
         ((64, 4096), ("ring", "ring"), [[4096, "ring"]]),
-        ((65, 4096), ("ring", "ring"), [[64, "native"], [4096, "ring"]]),
-        ((65536, 16 << 20), ("native", "ring"), [[(16 << 20) - 1, "native"], [None, "ring"]]),
-        ((65536, 1 << 20), ("ring", "native"), [[65535, "native"], [65536, "ring"], [1 << 20, "native"]]),
-        ((65536,), ("tree",), [[65535, "native"], [65536, "tree"]]),
-        ((16 << 20,), ("tree",), [[(16 << 20) - 1, "native"], [None, "tree"]]),
+        ((65, 4096), ("ring", "ring"), [[64, "auto"], [4096, "ring"]]),
+        ((65536, 16 << 20), ("native", "ring"), [[65535, "auto"], [(16 << 20) - 1, "native"], [None, "ring"]]),
+        ((65536, 1 << 20), ("ring", "native"), [[65535, "auto"], [65536, "ring"], [1 << 20, "native"]]),
+        ((65536,), ("tree",), [[65535, "auto"], [65536, "tree"]]),
+        ((16 << 20,), ("tree",), [[(16 << 20) - 1, "auto"], [None, "tree"]]),
     ],
 )
 def test_beyond_what_was_measured_nothing_is_claimed(sizes, names, wanted):
