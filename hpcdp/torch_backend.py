@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Iterator, MutableMapping
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 from .core.environment import launched_rank, launched_ranks
 
@@ -72,6 +73,8 @@ def _take_rendezvous(rendezvous: Any) -> None:
             return
         from .torch.c10d_store import open_store
 
-        yield open_store(timeout)
+        store, rank, size = open_store(timeout)
+        asked = parse_qs(urlsplit(url).query)  # rank= and world_size= of init_process_group, which `create` compares
+        yield store, int(asked.get("rank", [rank])[0]), int(asked.get("world_size", [size])[0])
 
     rendezvous._rendezvous_handlers["env"] = handler

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +15,8 @@ import torch.distributed as dist
 
 import hpcdp.torch_backend
 from hpcdp.comm.watchdog import DEFAULT_TIMEOUT_S, Watchdog, limits_s
+from hpcdp.errors import ConfigError
+from hpcdp.torch.process_group import create
 
 pytestmark = pytest.mark.mpi
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
@@ -357,6 +360,15 @@ def test_training_with_the_wrappers_of_pytorch():
     loss_of(sharded, me).backward()
     for p, gradient in zip(sharded.parameters(), gradients, strict=True):
         torch.testing.assert_close(p.grad.full_tensor(), gradient)
+
+
+def test_other_numbers_than_those_of_mpi_are_refused():
+    me, n = dist.get_rank(), dist.get_world_size()
+    assert next(dist.rendezvous("env://"))[1:] == (me, n)
+    assert next(dist.rendezvous("env://", rank=n - 1 - me, world_size=n))[1:] == (n - 1 - me, n)  # gloo can
+    options = SimpleNamespace(global_ranks_in_group=[], group_rank=(me + 1) % (n + 1), group_size=n)
+    with pytest.raises(ConfigError, match=f"rank {me} of {n}, as MPI numbers"):
+        create(options)
 
 
 def test_variables_of_torchrun():
