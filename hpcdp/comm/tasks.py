@@ -31,6 +31,8 @@ T = TypeVar("T")
 TAGS = 1 << LANE_BITS
 """Tags of one operation, the maximum number of its lanes of segments."""
 
+_YIELDS = 200
+"""Tests, each after a yield of the core, before a thread that waits for an operation naps: some 0.2 ms."""
 PATIENCE_S = 1.0
 """Seconds that count as waiting time between two tests."""
 
@@ -134,7 +136,7 @@ class Operation(Generic[T]):
         Raises:
             HpcdpError: the operation has failed.
         """
-        wait_for(self.test)
+        wait_for(self.test, _YIELDS)
         if self.convert is not None:
             self.value = self.convert(self.value)
             self.convert = None

@@ -49,7 +49,7 @@ _COMPLETIONS, _TIMEOUTS = "torch futures", "torch timeouts"
 _THREADS = {_COMPLETIONS: 8, _TIMEOUTS: 1}
 """Lanes of a group, and their threads: callbacks of futures may wait for other operations; timeouts end in order."""
 
-_QUICK_TESTS, _LOOK_S = 20, 0.01
+_QUICK_TESTS, _LOOK_S = 100, 0.01
 """Tests of a work by the thread that waits for it, before it leaves the work to the lane, and seconds between later
 ones, which tell the watchdog that somebody waits.
 """
