@@ -328,7 +328,7 @@ class Watchdog:
         self._calls_of_neighbors[self._memory.rank] = self.calls
         self.answer()
         call, now, tested = self._watched_call, self._now(), self.tested
-        if tested is not None and now is tested.call:
+        if tested is not None and tested.call is now is call:
             self._lasted = tested.waited_s
         self._waiting = self._waits_in(call) if call is not None and now is call else None
         if now is not call or call is None:

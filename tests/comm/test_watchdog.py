@@ -12,6 +12,7 @@ import sys
 import textwrap
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -302,6 +303,24 @@ def test_a_stall_is_reported_once_and_the_job_goes_on():
     assert 0.8 < float(took[1]) < 3
     assert len(rest) == 2  # each call is told of by itself
     assert reports[1].getvalue() == ""
+
+
+def test_the_end_of_a_stall_is_reported_with_its_own_duration():
+    reports = {}
+
+    def rank(world):
+        dog = watched(world, 60, reports, stall_s=2)
+        with dog._looking:
+            dog.tested = SimpleNamespace(call=("wait for a", None), waited_s=3.0)
+            dog._look()
+            dog._look()
+            dog.tested = SimpleNamespace(call=("wait for b", None), waited_s=0.0)  # begins before the watchdog looks
+            dog._look()
+        dog.end()
+
+    thread_comm.run(1, rank)
+    assert "wait for a has not ended in 2 s" in reports[0].getvalue()
+    assert re.search(r"wait for a has ended after 3\.\d s, and the job goes on", reports[0].getvalue())
 
 
 def test_what_is_waited_for_is_named_by_who_knows():
