@@ -40,7 +40,7 @@ NOT_OURS = {
 
 def load(name: str, ranks: int) -> type[unittest.TestCase]:
     """Return the class of the tests; sets the variables that its module reads."""
-    folder = Path(tempfile.gettempdir(), f"hpcdp-torch-suite-{os.environ.get('SUITE_ID', '0')}")
+    folder = Path(os.environ["SUITE_FOLDER"])
     for part in ("barrier", "test_dir", "init_dir"):
         (folder / part).mkdir(parents=True, exist_ok=True)
     os.environ.update(BACKEND=name, WORLD_SIZE=str(ranks), TEMP_DIR=str(folder))
@@ -105,17 +105,17 @@ def work(arguments: argparse.Namespace) -> None:
     signal.alarm(0)
 
 
-def run(arguments: argparse.Namespace) -> dict[str, dict[str, object]]:
-    """Run all tests in as many jobs as it takes; return a record for each."""
+def run(arguments: argparse.Namespace, folder: Path) -> dict[str, dict[str, object]]:
+    """Run all tests in as many jobs as it takes, with their files in ``folder``; return a record for each."""
+    os.environ["SUITE_FOLDER"] = str(folder)
     names = [name for name in unittest.TestLoader().getTestCaseNames(load(arguments.name, arguments.ranks))]
     if arguments.only:
         names = [name for name in names if any(part in name for part in arguments.only)]
     records: dict[str, dict[str, object]] = {}
-    folder = Path(tempfile.mkdtemp(prefix="hpcdp-suite-"))
     job = 0
     while remaining := [name for name in names if name not in records]:
         job += 1
-        os.environ.update(SUITE_ID=f"{os.getpid()}", SUITE_JOB=str(job))
+        os.environ["SUITE_JOB"] = str(job)
         results = folder / f"job{job}"
         command = [
             Path(sys.executable).with_name("hpcdp"), "launch", "-n", arguments.ranks, "--", sys.executable, __file__,
@@ -157,7 +157,8 @@ def main() -> int:
     if arguments.worker:
         work(arguments)
         return 0
-    records = run(arguments)
+    with tempfile.TemporaryDirectory(prefix="hpcdp-suite-") as folder:
+        records = run(arguments, Path(folder))
     if arguments.json:
         arguments.json.write_text(json.dumps(records, indent=1))
     counts = {
