@@ -188,7 +188,8 @@ class Mailbox:
         Returns:
             The sender, a rank of the world, and the message, shape ``(nbytes,)``, dtype uint8; None without one.
         """
-        self._memory.check()  # empties the queue, too
+        self._memory.check()
+        self.empty()
         with self._taking:
             messages = self._arrived.get(tag, ())
             local = None if source is None else self.local_of[source]

@@ -9,6 +9,7 @@ import tarfile
 import tempfile
 import warnings
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -39,7 +40,8 @@ def unpacked(request):
         folder = Path(folder)
         if not request.config.getoption("--only-mpi") or hpcdp.init().rank == 0:
             with tarfile.open(request.param) as archive:
-                archive.extractall(folder, filter="data")
+                safely: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # from 3.11.4 on
+                archive.extractall(folder, **safely)
         if request.config.getoption("--only-mpi"):
             hpcdp.init().barrier()
         yield folder
