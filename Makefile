@@ -110,13 +110,9 @@ $(BIN)/python:
 	@echo "making the virtual environment $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
-# Python would otherwise take a folder named hpcdp beside a program, such as this clone, for the package.
-FINDER_FIRST := import sys; sys.meta_path.sort(key=lambda f: not getattr(f, "__module__", "").startswith("__editable__"))
-
 $(VENV)/installed: pyproject.toml | $(BIN)/python
 	@echo "installing hpcdp into $(VENV), for a minute or two"
 	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.$(call bracketed,$(EXTRAS))'
-	@echo '$(FINDER_FIRST)' > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/hpcdp-editable.pth"
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed

@@ -144,13 +144,3 @@ def test_the_wheel_works_without_the_source(built: Path, tmp_path: Path) -> None
     assert json.loads((tmp_path / "figures.json").read_text())["machine"]["commit"] == "unknown"
     done = subprocess.run([train[0], "tune"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "tune: expected 2 ranks or more, got 1" in done.stderr
-
-
-def test_a_folder_named_hpcdp_beside_a_program_is_not_the_package(tmp_path: Path) -> None:
-    """As where a program lies beside the clone; `make` installs a file that looks for the package first."""
-    if not Path(sysconfig.get_path("purelib"), "hpcdp-editable.pth").exists():
-        pytest.skip("not installed by make")
-    (tmp_path / "hpcdp" / "hpcdp").mkdir(parents=True)
-    program = tmp_path / "train.py"
-    program.write_text("import hpcdp; print(hpcdp.__version__)")
-    subprocess.run([sys.executable, program], check=True, timeout=60, cwd=tmp_path)

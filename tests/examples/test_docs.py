@@ -83,8 +83,8 @@ def test_the_examples_of_hybrid_programming_run(tmp_path, monkeypatch):
 
 
 def test_quotations_are_what_the_files_say():
-    blocks = [block for page in DOCS for block in python_blocks(page)]
-    quoted = [block.partition("\n") for block in blocks if block.startswith("# hpcdp/")]
+    blocks = [block for page in DOCS for block in re.findall(r"^```\n(# hpcdp/.*?)^```", page.read_text(), re.M | re.S)]
+    quoted = [block.partition("\n") for block in blocks]
     assert quoted
     for name, _, code in quoted:
         source = (ROOT / name.removeprefix("# ")).read_text()
