@@ -322,7 +322,7 @@ class _RepeatedByMessages(_Repeated):
     """Shape ``(k + 1,)``, int64: this rank's counts and the bytes of its data."""
     of_all: np.ndarray
     """Shape ``(n, k + 1)``: those of all ranks."""
-    room: int
+    inline_nbytes: int
 
     def _run(self, world: World, sent: np.ndarray, out: np.ndarray, make: Callable[[], Exchange]) -> Any:
         progress = ProgressEngine.of(world)
@@ -332,7 +332,7 @@ class _RepeatedByMessages(_Repeated):
         watchdog.calls += 1
         watchdog.enter(watched)
         try:
-            gathered = progress.calls.gather_now(self.call, _with_data(self.numbers, sent, self.room))
+            gathered = progress.calls.gather_now(self.call, _with_data(self.numbers, sent, self.inline_nbytes))
             k = self.numbers.size
             if (gathered[:, :k] == self.of_all).all():
                 Blocks(self.moved.layout, sent, bytes_of(out)).fill(gathered.view(np.uint8)[:, 8 * k :])
@@ -342,12 +342,12 @@ class _RepeatedByMessages(_Repeated):
             watchdog.leave(watched)
 
 
-def _with_data(numbers: np.ndarray, sent: np.ndarray, room: int) -> np.ndarray:
-    """Return ``numbers`` followed by ``room`` bytes, in which the data ``sent`` are if they fit."""
+def _with_data(numbers: np.ndarray, sent: np.ndarray, inline_nbytes: int) -> np.ndarray:
+    """Return ``numbers`` followed by ``inline_nbytes`` bytes, in which the data ``sent`` are if they fit."""
     k = numbers.size
-    joined = np.zeros(k + room // 8, np.int64)
+    joined = np.zeros(k + inline_nbytes // 8, np.int64)
     joined[:k] = numbers
-    if sent.size <= room:
+    if sent.size <= inline_nbytes:
         joined[k:].view(np.uint8)[: sent.size] = sent
     return joined
 
@@ -364,7 +364,7 @@ def _repeated_of(exchange: Exchange, world: World) -> _Repeated | None:
         return None
     numbers = np.array([*exchange.counts, exchange.sent.size], np.int64)
     of_all = np.column_stack([counts, exchange.nbytes_of_all])
-    return _RepeatedByMessages(moved, exchange.call, numbers, of_all, _room_beside_counts(exchange, world))
+    return _RepeatedByMessages(moved, exchange.call, numbers, of_all, _inline_nbytes(exchange, world))
 
 
 _NO_BYTES = np.empty(0, np.uint8)
@@ -440,18 +440,18 @@ class Exchange:
         return self.algorithm == "auto" and world.size > 1 and intra_node.can_share(world)
 
 
-_WITH_COUNTS_NBYTES, _WITH_ALL_COUNTS_NBYTES, _LEAST_WITH_COUNTS_NBYTES = 512, 1 << 10, 64
+_INLINE_NBYTES, _INLINE_NBYTES_OF_ALL, _LEAST_INLINE_NBYTES = 512, 1 << 10, 64
 """The most data that a rank sends along with its counts, if it does not share memory with all others, and that all do;
 with more ranks than leave the least for each, none.
 """
 
 
-def _room_beside_counts(exchange: Exchange, world: World) -> int:
+def _inline_nbytes(exchange: Exchange, world: World) -> int:
     """Return the bytes of data that each rank sends along with its counts; equal on all ranks."""
     if exchange.algorithm != "auto" or world.size == 1:
         return 0
-    room = min(_WITH_COUNTS_NBYTES, _WITH_ALL_COUNTS_NBYTES // world.size) // 8 * 8
-    return room if room >= _LEAST_WITH_COUNTS_NBYTES else 0
+    inline_nbytes = min(_INLINE_NBYTES, _INLINE_NBYTES_OF_ALL // world.size) // 8 * 8
+    return inline_nbytes if inline_nbytes >= _LEAST_INLINE_NBYTES else 0
 
 
 class _Movement:
@@ -460,7 +460,7 @@ class _Movement:
     def __init__(self, exchange: Exchange, world: World) -> None:
         self._exchange, self._world, self._progress = exchange, world, ProgressEngine.of(world)
         self._shares = exchange.shares(world)
-        self._room = 0 if self._shares else _room_beside_counts(exchange, world)
+        self._inline_nbytes = 0 if self._shares else _inline_nbytes(exchange, world)
         self._tag = 0
         self._progress.prepare(intra_node.prepare if self._shares else exchange.prepare, world, exchange.call)
 
@@ -469,8 +469,8 @@ class _Movement:
         # In the first step, during which no other thread starts an operation: the tag is that of this call.
         exchange, calls, call = self._exchange, self._progress.calls, self._exchange.call
         counts = np.array(exchange.counts, np.int64)
-        if self._room:
-            numbers = _with_data(np.append(counts, exchange.sent.size), exchange.sent, self._room)
+        if self._inline_nbytes:
+            numbers = _with_data(np.append(counts, exchange.sent.size), exchange.sent, self._inline_nbytes)
             if blocks:
                 return (yield from self.continued(calls.gather_now(call, numbers)))
             gathering = calls.gather(call, numbers, self._move_gathered)
@@ -501,7 +501,7 @@ class _Movement:
     def _move_gathered(self, gathered: np.ndarray) -> StepsTo[Any]:
         exchange, k = self._exchange, len(self._exchange.counts)
         counts, nbytes = gathered[:, :k].copy(), gathered[:, k].copy()
-        if int(nbytes.max()) <= self._room:
+        if int(nbytes.max()) <= self._inline_nbytes:
             exchange.nbytes_of_all = nbytes
             data = gathered.view(np.uint8)[:, 8 * (k + 1) :]
             return (yield from self._move(counts, exchange.plan(counts), data))

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 
 from ..comm import World
-from ..comm.communicator import OPERATION_BITS, Communicator, PolledRequest, Request, StepsTo, make_tag
-from ..comm.mailbox import COMPLETE, OFFER_WORDS, SPINS, YIELDS, Mailbox
+from ..comm.communicator import COMPLETE, OPERATION_BITS, Communicator, PolledRequest, Request, StepsTo, make_tag
+from ..comm.mailbox import OFFER_WORDS, SPINS, YIELDS, Mailbox
 from ..comm.tasks import Operation, ProgressEngine, TaskGroup
 from ..core.arrays import Array, dtype_of_char, in_kind_of_sender, kind_number
 from ..core.checks import whole_number
@@ -49,7 +49,7 @@ _MOST_TAG = (1 << _TAG_BITS) - 1
 _DTYPE, _KIND, _AXES, _DATA, _SHAPE = range(5)
 """Words of a message: the dtype, the kind (`kind_number`), the axes, where the data are, and then the shape."""
 _WITHIN, _FOLLOW, _OFFERED = range(3)
-"""Where the data are: in the message, in the next one, or in the memory of the sender (`Mailbox.offer`)."""
+"""Places of the data: in the message, in the next one, or in the memory of the sender (`Mailbox.offer`)."""
 _ANY = -1
 _WORD, _MOST_AXES = 8, 64
 _MOST_HEADER = _WORD * (_SHAPE + _MOST_AXES + OFFER_WORDS)
@@ -193,7 +193,7 @@ def recv(out: Array | None = None, source: int | None = 0, tag: int = 0, world: 
     known = _known_receive(out, source, tag, world)
     if known is not None and (received := known.run(out, source)) is not None:
         return received
-    return _Receiving(out, source, tag, world).run(world)
+    return _Receiving(out, source, tag, world).run()
 
 
 def _known_receive(out: Array | None, source: int | None, tag: int, world: World) -> _Known | None:
@@ -273,9 +273,9 @@ class _Receiving:
         """The name in reports."""
         return "recv from any rank" if self._source is None else f"recv from rank {self._source}"
 
-    def run(self, world: World, sent: Sequence[Request] = ()) -> Any:
+    def run(self, sent: Sequence[Request] = ()) -> Any:
         """Receive, blocking, while messages are ``sent``; return what `recv` returns."""
-        progress = ProgressEngine.of(world)
+        progress = ProgressEngine.of(self._world)
         if not progress.active.running and self._is_here_soon():
             received = self.result()
         else:
@@ -387,7 +387,7 @@ def sendrecv(
     requests, dest = _sent(x, dest, tag, world)
     received = None if known is None else known.run(out, source)
     if received is None:
-        received = (receiving or _Receiving(out, source, tag, world)).run(world, requests)
+        received = (receiving or _Receiving(out, source, tag, world)).run(requests)
     _wait_for_sent(requests, x, dest, world)
     return received
 

@@ -285,6 +285,20 @@ class Request(Protocol):
         ...
 
 
+class _Complete:
+    """A request that was complete at once."""
+
+    def test(self) -> bool:
+        """Return True."""
+        return True
+
+    def wait(self) -> None:
+        """Return."""
+
+
+COMPLETE = _Complete()
+
+
 class Messages(Protocol):
     """The messages between ranks that collective algorithms need. Arrays are contiguous."""
 

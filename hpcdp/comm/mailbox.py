@@ -1,8 +1,8 @@
 """Messages between ranks that share a node's memory, see `kernels.shm_messages`.
 
-Every rank has a queue that the others fill. It empties its queue when it receives, while it waits for room in another
-one, every 50 ms of other waits for the node's ranks, and when its watchdog looks. Long data are read from the memory of
-the sender's process, or follow as a message of MPI where the kernel refuses that.
+Every rank has a queue that the others fill. It empties its queue when it receives, while another one is full, every 50
+ms of other waits for the node's ranks, and when its watchdog looks. Long data are read from the memory of the sender's
+process, or follow as a message of MPI where the kernel refuses that.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from .. import kernels
-from .communicator import PolledRequest, Request
+from .communicator import COMPLETE, PolledRequest, Request
 from .shared_memory import NodeMemory
 from .world import weakly
 
@@ -42,20 +42,6 @@ def words_for(n: int) -> int:
     return n * (_QUEUE_WORDS + _SLOTS)
 
 
-class _Complete:
-    """A request that was complete at once."""
-
-    def test(self) -> bool:
-        """Return True."""
-        return True
-
-    def wait(self) -> None:
-        """Return."""
-
-
-COMPLETE = _Complete()
-
-
 class Mailbox:
     """The messages of a rank with the others of its node; all of these ranks make theirs together.
 
@@ -77,7 +63,7 @@ class Mailbox:
         self._mine = self._queues[self._rank]
         self._sending, self._taking = threading.Lock(), threading.Lock()
         self._unsent: list[deque[_Unsent]] = [deque() for _ in range(n)]
-        """Messages without room, by receiver."""
+        """Messages that wait because the queue of their receiver is full, by receiver."""
         self._can_offer = True
         """False once a receiver could not read this rank's memory."""
         self._free_slots = deque(range(_SLOTS))
@@ -95,7 +81,7 @@ class Mailbox:
         """Return a function ``send(header, data)`` that sends messages to a rank of the node.
 
         ``header``, shape ``(k,)``, int64, and ``data``, shape ``(nbytes,)``, dtype uint8, are the message, of at most
-        `MOST_NBYTES` bytes. It is copied; the function returns None if there is room for it, else a request.
+        `MOST_NBYTES` bytes. It is copied; the function returns None, or a request if the queue is full.
 
         Args:
             dest: the receiver, a rank of the world.
@@ -115,7 +101,7 @@ class Mailbox:
         return send
 
     def send_rest(self, dest: int) -> None:
-        """Send the messages to a rank of the node, by its number there, for which there is room now."""
+        """Send the waiting messages to a rank of the node, by its number there, until its queue is full again."""
         unsent = self._unsent[dest]
         with self._sending:
             while unsent:
@@ -124,7 +110,7 @@ class Mailbox:
                     break
                 unsent.popleft().is_sent = True
         if unsent:
-            self.empty()  # its receiver may wait for room here
+            self.empty()  # its receiver may wait because this rank's queue is full
 
     def offer(self, data: np.ndarray, instead: Callable[[], Request]) -> OfferedData | None:
         """Offer long data, which a receiver reads in this process; return None if that is not possible.
@@ -188,8 +174,7 @@ class Mailbox:
         Returns:
             The sender, a rank of the world, and the message, shape ``(nbytes,)``, dtype uint8; None without one.
         """
-        self._memory.check()
-        self.empty()
+        self._memory.check()  # empties the queue, too, see `NodeMemory.meanwhile`
         with self._taking:
             messages = self._arrived.get(tag, ())
             local = None if source is None else self.local_of[source]
@@ -229,20 +214,20 @@ class Mailbox:
 
 
 class _Unsent:
-    """A message without room; a request that ends when it is in the receiver's queue."""
+    """A message that waits because the queue is full; a request that ends when it is in the receiver's queue."""
 
     def __init__(self, mailbox: Mailbox, dest: int, *parts: Any) -> None:
         self._mailbox, self._dest, self.parts = mailbox, dest, parts
         self.is_sent = False
 
     def test(self) -> bool:
-        """Return whether there was room by now."""
+        """Return whether it is in the queue by now."""
         if not self.is_sent:
             self._mailbox.send_rest(self._dest)
         return self.is_sent
 
     def wait(self) -> None:
-        """Block until there is room."""
+        """Block until it is in the queue."""
         PolledRequest(self.test, YIELDS).wait()
 
 

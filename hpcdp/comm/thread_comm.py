@@ -17,7 +17,7 @@ import numpy as np
 
 from ..core.environment import enter_replica_of_thread
 from ..errors import ConfigError, HpcdpError, MismatchError, WorldAborted
-from .communicator import Request, Traffic, disagree, disagreement, name_of, reduce_in_order, resolve, split
+from .communicator import COMPLETE, Request, Traffic, disagree, disagreement, name_of, reduce_in_order, resolve, split
 from .consistency import compare_exchanges
 from .mailbox import Mailbox, words_for
 from .shared_memory import patience_for, raise_failure
@@ -80,16 +80,6 @@ class _ThreadGroup:
         """Return the group of some of the ranks, the same one for each of them."""
         with self.job.lock:
             return self._subsets.setdefault(ranks, _ThreadGroup(self.job, len(ranks)))
-
-
-class _Sent:
-    """A completed send: `isend` copies the message."""
-
-    def test(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        pass
 
 
 class _ThreadReceive:
@@ -192,14 +182,14 @@ class ThreadCommunicator:
         """See `Communicator.barrier`."""
         self.meet(None)
 
-    def isend(self, x: np.ndarray, dest: int, tag: int = 0) -> _Sent:
+    def isend(self, x: np.ndarray, dest: int, tag: int = 0) -> Request:
         """See `Messages.isend`."""
         self.traffic.messages += 1
         self.traffic.nbytes += x.nbytes
         with self._group.job.lock:
             self._group.mail[self.rank, dest].setdefault(tag, deque()).append(x.reshape(-1).copy())
             self._group.arrived[dest].notify_all()
-        return _Sent()
+        return COMPLETE  # the message is copied
 
     def irecv(self, x: np.ndarray, source: int, tag: int = 0) -> _ThreadReceive:
         """See `Messages.irecv`."""
@@ -222,7 +212,7 @@ class ThreadCommunicator:
         """See `Communicator.takes_note`."""
         return False
 
-    def irecv_any(self, tag: int, source: int | None = None) -> tuple[int, np.ndarray, _Sent] | None:
+    def irecv_any(self, tag: int, source: int | None = None) -> tuple[int, np.ndarray, Request] | None:
         """See `Communicator.irecv_any`."""
         with self._group.job.lock:
             self._group.job.check(lambda: False)
@@ -232,7 +222,7 @@ class ThreadCommunicator:
                     message = boxes[tag].popleft()
                     if not boxes[tag]:
                         del boxes[tag]
-                    return sender, message.view(np.uint8), _Sent()
+                    return sender, message.view(np.uint8), COMPLETE
         return None
 
     def native_allreduce(self, x: np.ndarray, op: str) -> None:

@@ -308,7 +308,7 @@ class Watchdog:
         """Check this rank's call if it is due; return whether to continue."""
         if time.monotonic() < self.due:
             return not self._ended.is_set()
-        self._memory.meanwhile()  # others may wait for room while this rank is in a call of the MPI library
+        self._memory.meanwhile()  # its queue may be full while it is in a call of the MPI library
         with self._looking, contextlib.suppress(WorldAborted):  # no rank is left to ask
             if not self._ended.is_set() and self._look():
                 is_waiting = self._waiting is not None

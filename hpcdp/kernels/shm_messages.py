@@ -80,7 +80,7 @@ def push(queue, me, tag, header, data):  # type: ignore[no-untyped-def]
         data: shape ``(nbytes,)``, uint8; the second part.
 
     Returns:
-        `DONE`, or `FULL` if there is no room; then nothing has changed.
+        `DONE`, or `FULL` if the queue is full; then nothing has changed.
     """
     lines = np.int32((queue.size - RING) // _LINE)
     nbytes = 8 * header.size + data.size

@@ -478,7 +478,7 @@ def test_a_repeated_call_that_differs_is_an_error_and_the_next_one_works():
 
 def test_an_alltoall_over_nodes_tells_a_rank_no_more_than_it_needs(monkeypatch):
     """The numbers of rows travel as the rows do: no rank gets those that others exchange, if there are many ranks."""
-    monkeypatch.setattr(data_movement, "_WITH_ALL_COUNTS_NBYTES", 0)
+    monkeypatch.setattr(data_movement, "_INLINE_NBYTES_OF_ALL", 0)
 
     def rank(world):
         n = world.size
