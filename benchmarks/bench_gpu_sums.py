@@ -30,7 +30,7 @@ from hpcdp.comm.communicator import Steps
 from hpcdp.comm.gpu_buckets.cuda_ipc import CudaIpc
 from hpcdp.comm.gpu_buckets.nccl import Nccl
 from hpcdp.comm.gpu_buckets.transport import NodeRows, RowSize, lone_rows, offers, own_offer
-from hpcdp.comm.tasks import run_until_complete
+from hpcdp.comm.progress import run_until_complete
 from hpcdp.core.arrays import Array, Streams, to_host
 from hpcdp.data_parallel.gpu_reduction import Staging
 from hpcdp.errors import DeviceError

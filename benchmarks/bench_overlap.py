@@ -34,8 +34,8 @@ from hpcdp.comm import World
 from hpcdp.core.checks import check_name
 from hpcdp.core.environment import launched_ranks
 from hpcdp.data_parallel import Reducer, Replicated, ShardedUpdate
+from hpcdp.data_parallel.bucket_layout import MIB, Layout, Slot
 from hpcdp.data_parallel.bucket_trainer import BucketTrainer
-from hpcdp.data_parallel.buckets import MIB, Layout, Slot
 from hpcdp.data_parallel.overlap import BucketCost, CriticalPath, critical_path
 from hpcdp.errors import ConfigError
 from hpcdp.launch.parser import Parser, at_least

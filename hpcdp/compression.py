@@ -39,7 +39,7 @@ import numpy as np
 from . import kernels
 from .comm import Communicator, Request
 from .comm.communicator import Steps, bounds, resolve, split
-from .comm.tasks import MESSAGE_NBYTES, in_lanes, segments, together
+from .comm.progress import MESSAGE_NBYTES, in_lanes, segments, together
 from .core.arrays import Array, array_namespace, is_host
 from .core.checks import boolean, choices, instance, number, one_of
 from .errors import ConfigError

@@ -20,9 +20,9 @@ from hpcdp.checkpoint import Manager
 from hpcdp.comm.gpu_buckets.cuda_ipc import CudaIpc
 from hpcdp.comm.gpu_buckets.nccl import Nccl
 from hpcdp.comm.gpu_buckets.transport import RowSize, offers, own_offer, parts_of
-from hpcdp.comm.tasks import run_until_complete
+from hpcdp.comm.progress import run_until_complete
 from hpcdp.core.arrays import Device, Streams, cpu, dtype_of, from_host, to_host
-from hpcdp.data_parallel import Reducer, buckets
+from hpcdp.data_parallel import Reducer, bucket_layout
 from hpcdp.errors import DeviceError
 from hpcdp.kernels.cuda import cudnn_conv
 from hpcdp.nn.functional import conv2d
@@ -96,7 +96,7 @@ def reducer(world):
     """Buckets as the job's GPUs and nodes let them go: allreduced in the node, or staged between nodes."""
     for overlap, dtype in itertools.product((False, True), ("f4", "f2")):
         params = [Parameter(f"p{i}", shape, dtype) for i, shape in enumerate(SHAPES)]
-        layout = buckets.plan([(p.name, p.data.shape, np.dtype(dtype)) for p in params], 0.004, 0.004)
+        layout = bucket_layout.plan([(p.name, p.data.shape, np.dtype(dtype)) for p in params], 0.004, 0.004)
         check_steps(world, Reducer(params, layout, world, overlap), params, 3)
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from hpcdp import kernels
-from hpcdp.comm.tasks import run_until_complete
+from hpcdp.comm.progress import run_until_complete
 
 
 def to_gpu(x):

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 import hpcdp
 from hpcdp import autograd, checkpoint, data, kvstore, nn, optim
 from hpcdp.autograd import Tensor
-from hpcdp.comm.tasks import Operation
+from hpcdp.comm.progress import Operation
 from hpcdp.train import TrainStep
 from hpcdp.train.fit import fit
 from hpcdp.train.metrics import Evaluation, evaluate

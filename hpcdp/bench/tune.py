@@ -30,8 +30,8 @@ from ..collectives.intra_node import can_share
 from ..comm import World
 from ..comm.communicator import Steps, resolve
 from ..comm.consistency import on_rank_0
+from ..comm.progress import LANES, TaskGroup
 from ..comm.shared_memory import NodeBarrier
-from ..comm.tasks import LANES, TaskGroup
 from ..core.checks import one_of
 from ..core.environment import explained
 from ..errors import ConfigError, HpcdpError, UnsupportedError, listed

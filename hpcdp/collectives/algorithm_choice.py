@@ -31,7 +31,7 @@ from .. import kernels
 from ..comm import Communicator, Reduction, World
 from ..comm.communicator import OPS, Steps, narrow, reduce_in_order, reducible, split
 from ..comm.consistency import Call, on_rank_0
-from ..comm.tasks import ProgressEngine, run_until_complete
+from ..comm.progress import ProgressEngine, run_until_complete
 from ..core.checks import choices, nearest
 from ..core.files import own_part_of, replaced
 from ..errors import ConfigError, HpcdpError, UnsupportedError, reason, to_stderr

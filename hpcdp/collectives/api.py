@@ -13,7 +13,7 @@ import numpy as np
 from ..comm import Monoid, Reduction, World
 from ..comm.communicator import Quotients, Steps, StepsTo, bounds, refuse_factors, resolve
 from ..comm.consistency import Call
-from ..comm.tasks import Operation, ProgressEngine
+from ..comm.progress import Operation, ProgressEngine
 from ..comm.watchdog import Watchdog
 from ..core.arrays import Array, from_host, is_float, on_device_of
 from ..core.checks import number

@@ -32,7 +32,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from ..comm.tasks import LANES, MESSAGE_NBYTES
+from ..comm.progress import LANES, MESSAGE_NBYTES
 from ..core.checks import choices
 from ..errors import UnsupportedError
 from . import halving_doubling, hierarchical, intra_node, tree

@@ -20,7 +20,7 @@ import numpy as np
 from ..comm import World
 from ..comm.communicator import StepsTo, bounds
 from ..comm.consistency import Call
-from ..comm.tasks import Operation, ProgressEngine, run_until_complete
+from ..comm.progress import Operation, ProgressEngine, run_until_complete
 from ..comm.watchdog import Watchdog
 from ..core.arrays import Array, dtype_name, dtype_of_char, from_host, in_kind_of_sender, kind_number
 from ..core.checks import choices, described

@@ -16,7 +16,7 @@ import numpy as np
 from ..comm import Monoid, World
 from ..comm.communicator import PolledRequest, StepsTo, bounds
 from ..comm.consistency import Call
-from ..comm.tasks import Operation
+from ..comm.progress import Operation
 from ..core.arrays import Array, from_host
 from ..core.checks import described
 from ..errors import UnsupportedError

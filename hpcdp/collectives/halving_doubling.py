@@ -54,7 +54,7 @@ import numpy as np
 from ..comm import Reduction, World
 from ..comm.communicator import Messages, Steps, bounds, split
 from ..comm.consistency import Call, Calls
-from ..comm.tasks import MESSAGE_NBYTES, in_lanes, segments, together
+from ..comm.progress import MESSAGE_NBYTES, in_lanes, segments, together
 from ..core.arrays import Array, array_namespace
 
 SEGMENT_NBYTES = 2 * MESSAGE_NBYTES

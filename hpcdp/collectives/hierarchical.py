@@ -28,8 +28,8 @@ import numpy as np
 
 from ..comm import Reduction, Request, World
 from ..comm.communicator import PolledRequest, Steps, bounds
+from ..comm.progress import LANES, MESSAGE_NBYTES, segments, together
 from ..comm.shared_memory import NodeMemory, ProgressCounters
-from ..comm.tasks import LANES, MESSAGE_NBYTES, segments, together
 from . import ring
 
 SEGMENT_NBYTES = 4 << 20

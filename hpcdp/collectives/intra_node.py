@@ -25,7 +25,7 @@ from .. import kernels
 from ..comm import Reduction, World
 from ..comm.communicator import OPS, Steps, StepsTo, bounds, real_numbers, split
 from ..comm.consistency import Call, Calls, InMemory
-from ..comm.tasks import ProgressEngine, run_until_complete
+from ..comm.progress import ProgressEngine, run_until_complete
 from ..core.arrays import words
 from ..errors import UnsupportedError, WorldAborted
 from .blocks import BlockLayout, Blocks, allgather_layout, broadcast_layout

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ..comm import World
-from ..comm.tasks import Operation
+from ..comm.progress import Operation
 from ..core.arrays import dtype_of, has_namespace, is_float, kind_named, kinds, native, to_host
 from ..core.checks import described
 from ..errors import UnsupportedError, type_named

@@ -21,7 +21,7 @@ import numpy as np
 from ..comm import World
 from ..comm.communicator import COMPLETE, OPERATION_BITS, Communicator, PolledRequest, Request, StepsTo, make_tag
 from ..comm.mailbox import OFFER_WORDS, SPINS, YIELDS, Mailbox
-from ..comm.tasks import Operation, ProgressEngine, TaskGroup
+from ..comm.progress import Operation, ProgressEngine, TaskGroup
 from ..core.arrays import Array, dtype_of_char, in_kind_of_sender, kind_number
 from ..core.checks import whole_number
 from ..core.state import protection_of

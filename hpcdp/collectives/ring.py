@@ -35,7 +35,7 @@ import numpy as np
 
 from ..comm import Communicator, Reduction, Request
 from ..comm.communicator import Messages, Steps, split
-from ..comm.tasks import LANES, MESSAGE_NBYTES, TAGS, in_lanes, segments, together
+from ..comm.progress import LANES, MESSAGE_NBYTES, TAGS, in_lanes, segments, together
 from ..core.arrays import Array, array_namespace
 from ..errors import UnsupportedError
 

@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 
 from ..comm import World, init
-from ..comm.tasks import Operation
+from ..comm.progress import Operation
 from ..core.arrays import (
     Array,
     ArrayKind,

@@ -50,7 +50,7 @@ import numpy as np
 
 from ..comm import Communicator, Reduction
 from ..comm.communicator import Steps, split
-from ..comm.tasks import MESSAGE_NBYTES, in_lanes, segments, together
+from ..comm.progress import MESSAGE_NBYTES, in_lanes, segments, together
 
 SEGMENT_NBYTES = MESSAGE_NBYTES
 """Approximate segment size; longer arrays are sent in segments."""

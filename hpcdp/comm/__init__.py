@@ -1,7 +1,7 @@
 """The ranks of a job and how they reach each other; the only importer of mpi4py.
 
-- `communicator`: the interface; `mpi` implements it with MPI, `thread_comm` with N ranks in one process.
-- `tasks`: resumable exchanges of messages that progress together.
+- `communicator`: the interface; `mpi_communicator` implements it with MPI, `thread_comm` with N ranks in one process.
+- `progress`: resumable exchanges of messages that progress together.
 - `startup`: start-up of MPI; `world`: ranks, nodes, rails and GPUs.
 - `shared_memory`: memory that the ranks of a node share; `mailbox`: messages through it.
 - `consistency`: compares collective calls between ranks, and raises the same error on all of them.

@@ -1,10 +1,10 @@
 """The interface of a communicator: messages, reductions, tags, steps, and roles of ranks.
 
-MPI ranks (`mpi`) and thread ranks (`thread_comm`) follow the same protocol.
+MPI ranks (`mpi_communicator`) and thread ranks (`thread_comm`) follow the same protocol.
 
 An algorithm is a generator, `Steps`: it starts the messages of a stage, yields their requests, and is resumed when all
-of them are complete. `hpcdp.comm.tasks` runs many of them in one thread. The processes of a job are workers, followed
-by servers, if there are any.
+of them are complete. `progress` runs many of them in one thread. The processes of a job are workers, followed by
+servers, if there are any.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from ..errors import HpcdpError, MismatchError
 from .communicator import Communicator
 
 if TYPE_CHECKING:
-    from .mpi import MpiCommunicator
+    from .mpi_communicator import MpiCommunicator
 
 
 _FLOCK = "hhqqi4x"

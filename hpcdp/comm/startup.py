@@ -64,7 +64,7 @@ from .watchdog import Watchdog, limits_s
 from .world import World
 
 if TYPE_CHECKING:
-    from .mpi import MpiCommunicator
+    from .mpi_communicator import MpiCommunicator
 
 
 _LIBRARY = "libpmix.so.2"
@@ -416,7 +416,7 @@ def _intracomm(operation: str, comm: Any) -> Any:
 
 
 def _duplicate(comm: Any) -> MpiCommunicator:
-    from .mpi import MpiCommunicator
+    from .mpi_communicator import MpiCommunicator
 
     return MpiCommunicator(comm.Dup())
 
@@ -524,7 +524,7 @@ def _finish(world: World) -> None:
 
 def _start(ranks_per_node: int | None, *, serves: bool) -> World:
     MPI = _load_mpi()
-    from .mpi import MpiCommunicator, abort_when_one_fails, wait_for_all_to_leave
+    from .mpi_communicator import MpiCommunicator, abort_when_one_fails, wait_for_all_to_leave
 
     meet()
     everyone = MpiCommunicator(MPI.COMM_WORLD.Dup())
@@ -551,7 +551,7 @@ def _start_on(comm: Any, ranks_per_node: int | None) -> World:
     """Return the process's world of the ranks of ``comm``, which only these ranks make."""
     from mpi4py import MPI
 
-    from .mpi import abort_when_one_fails
+    from .mpi_communicator import abort_when_one_fails
 
     everyone = _duplicate(comm)
     abort_at_end = abort_when_one_fails(MPI.COMM_WORLD, MPI.COMM_WORLD.size) if everyone.size > 1 else None

@@ -1,6 +1,6 @@
 """Data parallelism: from the gradients of a model to its update, on all ranks.
 
-- `buckets`: the layout of parameters in flat buckets, and the state of a bucket.
+- `bucket_layout`: the layout of parameters in flat buckets, and the state of a bucket.
 - `reducer`: the owner of buckets, gradient hooks and the state of a step.
 - `cpu_reduction`, `gpu_reduction`, `deterministic`: reductions in host memory, on GPUs, and in a fixed order of sums.
 - `overlap`: schedules of reductions and updates, at the end of a step or beside computation; times of a step.
@@ -10,7 +10,7 @@
 - `trainer_state`: the saved state of a trainer: the optimizer's state, and the residuals of compression.
 """
 
-from .buckets import Layout, Slot
+from .bucket_layout import Layout, Slot
 from .reducer import Reducer
 from .sharded_update import Replicated, ShardedUpdate, UpdateStrategy
 

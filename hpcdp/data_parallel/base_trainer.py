@@ -34,7 +34,7 @@ from ..errors import ConfigError, MismatchError, StaleGradientError, type_named,
 from ..nn import module
 from ..nn.module import Deferred
 from ..optim import Optimizer
-from .buckets import ParameterLike
+from .bucket_layout import ParameterLike
 from .gradient_policy import Policy
 from .loss_scaling import first_scale
 from .overlap import BucketTimes, CommunicationStats

@@ -46,7 +46,7 @@ from .base_trainer import (
     trained,
     unfinished,
 )
-from .buckets import ParameterLike, plan
+from .bucket_layout import ParameterLike, plan
 from .deterministic import PlainSteps, ReproducibleSteps, checked_virtual_shards, fix_arithmetic
 from .gradient_policy import Policy, Unwritten, checked_policy, stale_anywhere
 from .loss_scaling import DynamicLossScaling, LossScaling, first_scale, is_dynamic, skipping

@@ -30,14 +30,14 @@ from ..collectives import halving_doubling, ring
 from ..comm import Communicator, Reduction, Request, World
 from ..comm.communicator import Messages, Steps, make_tag, resolve
 from ..comm.gpu_buckets.transport import GpuTransport
+from ..comm.progress import MESSAGE_NBYTES, ProgressEngine, TaskGroup, in_lanes, run_until_complete, segments, together
 from ..comm.shared_memory import NodeMemory
-from ..comm.tasks import MESSAGE_NBYTES, ProgressEngine, TaskGroup, in_lanes, run_until_complete, segments, together
 from ..comm.watchdog import WatchedBarrier
 from ..compression import Compression, ErrorFeedback, compressed_allreduce, sent_and_plain_nbytes
 from ..core.arrays import Array, array_namespace, from_host, is_half, is_host, to_host, words
 from ..core.state import Part, Sharded
 from ..kernels.reference import EVERY_ROW, SUM
-from .buckets import Bucket, Layout, ParameterLike, Slot, State
+from .bucket_layout import Bucket, Layout, ParameterLike, Slot, State
 
 LONGER_NBYTES = (256 << 10, 1 << 20)
 """Message lengths to try. 4 MB took as long as 1 MB on links of 10 and 25 Gbit/s, and in memory."""

@@ -36,12 +36,12 @@ from ..autograd import Tensor
 from ..comm import Communicator, Request, World
 from ..comm.communicator import Steps, bounds, join_parts
 from ..comm.consistency import require_same
-from ..comm.tasks import MESSAGE_NBYTES, in_lanes, together
+from ..comm.progress import MESSAGE_NBYTES, in_lanes, together
 from ..core.arrays import is_host
 from ..core.checks import boolean, whole_number
 from ..errors import ConfigError, HpcdpError, warn
 from ..nn.virtual_shards import VirtualShard, enter_shard, entered_shard, layers_of, move
-from .buckets import Bucket, Layout, ParameterLike
+from .bucket_layout import Bucket, Layout, ParameterLike
 from .cpu_reduction import HierarchicalReduction, Reduce, ReductionRanks
 
 if TYPE_CHECKING:

@@ -33,15 +33,15 @@ from ..comm.gpu_buckets.transport import (
     lone_rows,
     parts_of,
 )
+from ..comm.progress import LANES, TAGS, ProgressEngine, TaskGroup, in_lanes, segments, together
 from ..comm.shared_memory import PrivateMemory
-from ..comm.tasks import LANES, TAGS, ProgressEngine, TaskGroup, in_lanes, segments, together
 from ..comm.watchdog import WatchedBarrier
 from ..compression import Codec, Compression, ErrorFeedback, coded_segments, compressed_allreduce_by, shard_slices
 from ..core.arrays import Array, Event, Stream, Streams, gpu
 from ..core.checks import choices
 from ..errors import DeviceError, UnsupportedError
 from . import cpu_reduction
-from .buckets import LINE_NBYTES, Bucket, Layout, ParameterLike, Slot
+from .bucket_layout import LINE_NBYTES, Bucket, Layout, ParameterLike, Slot
 from .cpu_reduction import (
     BucketReduction,
     Coder,
@@ -373,9 +373,9 @@ class Direct:
         MPI                                | send, receive          | send, receive          | send ...
 
     Segments and the order of each sum are those of `Staging`, and so are the bits. But a message is a whole chunk of a
-    segment: 8 MiB / n for n nodes. Short messages (`comm.tasks.MESSAGE_NBYTES`) only keep host memory flowing over TCP.
-    From a GPU's memory, libraries send all but a few KB after a handshake. Then the adapter reads the memory, or the
-    library pipelines it through its own, in pieces of 512 KB to 4 MB (UCX's ``RNDV_FRAG_SIZE``) or of 1 MB (MPICH's
+    segment: 8 MiB / n for n nodes. Short messages (`MESSAGE_NBYTES`) only keep host memory flowing over TCP. From a
+    GPU's memory, libraries send all but a few KB after a handshake. Then the adapter reads the memory, or the library
+    pipelines it through its own, in pieces of 512 KB to 4 MB (UCX's ``RNDV_FRAG_SIZE``) or of 1 MB (MPICH's
     ``CH4_OFI_GPU_PIPELINE_BUFFER_SZ``). So each further message costs a handshake, and here an event and a kernel.
 
     Args:

@@ -12,7 +12,7 @@ from ..comm import Communicator
 from ..comm.consistency import require_same
 from ..core.checks import instance, one_of
 from ..errors import StaleGradientError, listed, warn
-from .buckets import ParameterLike
+from .bucket_layout import ParameterLike
 
 _MOST_NAMES = 3
 _EXACT_BITS = 52

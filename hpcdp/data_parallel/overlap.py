@@ -28,15 +28,15 @@ from typing import Any, NamedTuple
 
 from ..comm import World
 from ..comm.communicator import PolledRequest, Steps, wait_for
+from ..comm.progress import RunningTask
 from ..comm.shared_memory import ProgressCounters
-from ..comm.tasks import RunningTask
 from ..comm.watchdog import Watchdog
 from ..comm.world import weakly
 from ..core.arrays import Event, Streams
 from ..engine import Done, Engine, Variable
 from ..engine.engine import Trace
 from ..errors import listed
-from .buckets import Bucket, ParameterLike, State
+from .bucket_layout import Bucket, ParameterLike, State
 from .cpu_reduction import BucketReduction
 
 COMMUNICATION, UPDATE = "communication", "update"

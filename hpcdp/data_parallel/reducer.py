@@ -19,13 +19,13 @@ import numpy as np
 from ..collectives import halving_doubling
 from ..comm import Communicator, World
 from ..comm.communicator import OPERATION_BITS, Steps, make_tag, resolve
+from ..comm.progress import ProgressEngine, run_until_complete
 from ..comm.shared_memory import LINE_NUMBERS, NodeMemory, PrivateMemory
-from ..comm.tasks import ProgressEngine, run_until_complete
 from ..comm.watchdog import WatchedBarrier
 from ..compression import Compression
 from ..core.arrays import Array, is_cupy, is_host
 from ..errors import ConfigError, StaleGradientError, warn
-from .buckets import Accumulation, Bucket, Layout, ParameterLike, State
+from .bucket_layout import Accumulation, Bucket, Layout, ParameterLike, State
 from .cpu_reduction import BucketReduction, HierarchicalReduction, ReductionRanks, SharedMemoryReduction
 from .deterministic import DeterministicReduction
 from .gpu_reduction import GpuReduction, streams_of

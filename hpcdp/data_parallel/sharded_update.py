@@ -41,7 +41,7 @@ from .. import kernels
 from ..collectives import allreduce
 from ..comm import Communicator
 from ..comm.consistency import on_every_rank
-from ..comm.tasks import ProgressEngine
+from ..comm.progress import ProgressEngine
 from ..comm.watchdog import nobody
 from ..core import state as core_state
 from ..core.arrays import Array, array_namespace, from_host, is_half, is_host, to_host, words
@@ -49,7 +49,7 @@ from ..core.state import cut_of
 from ..errors import ConfigError
 from ..kernels import empty
 from ..optim import Optimizer, Schedule, segment_squares, squares
-from .buckets import Bucket, ParameterLike
+from .bucket_layout import Bucket, ParameterLike
 from .reducer import Reducer
 
 being_changed: set[int] = set()

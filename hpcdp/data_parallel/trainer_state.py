@@ -20,7 +20,7 @@ from ..core import files
 from ..core.arrays import Array, to_host
 from ..core.state import Cut, Part, Sharded, cut_of, take
 from ..errors import DataError, warn
-from .buckets import Bucket, Slot
+from .bucket_layout import Bucket, Slot
 from .reducer import Reducer
 from .sharded_update import UpdateStrategy
 

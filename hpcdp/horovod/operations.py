@@ -25,7 +25,7 @@ import torch
 
 from .. import collectives
 from ..comm import World
-from ..comm.tasks import Operation
+from ..comm.progress import Operation
 from ..core.checks import instance
 from ..errors import ConfigError, MismatchError, UnsupportedError
 from ..torch import functional

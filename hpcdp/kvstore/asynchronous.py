@@ -27,7 +27,7 @@ import numpy as np
 from ..comm import World
 from ..comm.communicator import Steps
 from ..comm.consistency import require_same
-from ..comm.tasks import ProgressEngine, run_until_complete
+from ..comm.progress import ProgressEngine, run_until_complete
 from ..comm.thread_comm import ThreadCommunicator
 from ..comm.watchdog import nobody
 from ..compression import Compression

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..comm import Request
 from ..comm.communicator import PolledRequest, Steps
-from ..comm.tasks import run_until_complete
+from ..comm.progress import run_until_complete
 from ..compression import Compression
 from ..core.arrays import Array
 from ..core.state import Part, Sharded

@@ -26,7 +26,7 @@ from ..comm.gpu_buckets.transport import SUMMED_KINDS
 from ..comm.shared_memory import ProgressCounters
 from ..core.arrays import Array, Device, Event, Streams, is_cupy, is_host, to_device_of
 from ..core.state import Part, Sharded
-from ..data_parallel.buckets import LINE_NBYTES, Bucket, Layout, Slot
+from ..data_parallel.bucket_layout import LINE_NBYTES, Bucket, Layout, Slot
 from ..data_parallel.gpu_reduction import GpuReduction
 from ..data_parallel.overlap import SendPriority
 from ..data_parallel.reducer import shared_comms

@@ -28,7 +28,7 @@ import numpy as np
 from .. import errors
 from ..comm import Communicator, Request, World
 from ..comm.communicator import ENDED, short_name_of, wait_for
-from ..comm.tasks import MESSAGE_NBYTES, segments
+from ..comm.progress import MESSAGE_NBYTES, segments
 from ..comm.world import weakly
 from ..data_parallel.overlap import CommunicationLane
 from ..errors import HpcdpError, MismatchError, to_stderr

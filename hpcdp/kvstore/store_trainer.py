@@ -20,8 +20,8 @@ import numpy as np
 from .. import autograd
 from ..comm import World, init
 from ..comm.consistency import on_every_rank, on_rank_0
+from ..comm.progress import ProgressEngine
 from ..comm.shared_memory import LINE_NUMBERS
-from ..comm.tasks import ProgressEngine
 from ..comm.watchdog import WatchedBarrier
 from ..compression import Compression, Settings
 from ..core import files
@@ -43,7 +43,7 @@ from ..data_parallel.base_trainer import (
     trained,
     unfinished,
 )
-from ..data_parallel.buckets import Accumulation, ParameterLike
+from ..data_parallel.bucket_layout import Accumulation, ParameterLike
 from ..data_parallel.gradient_policy import Policy, Unwritten, checked_policy, stale, stale_anywhere
 from ..data_parallel.loss_scaling import first_scale, is_dynamic
 from ..data_parallel.overlap import CommunicationLane, CommunicationStats

@@ -40,12 +40,12 @@ from .. import kernels
 from ..comm import World
 from ..comm.communicator import Steps
 from ..comm.consistency import require_same
+from ..comm.progress import ProgressEngine, run_until_complete
 from ..comm.shared_memory import NodeMemory, ProgressCounters
-from ..comm.tasks import ProgressEngine, run_until_complete
 from ..compression import Compression
 from ..core.arrays import Array, to_host
 from ..core.state import Part, Sharded
-from ..data_parallel.buckets import Bucket, plan
+from ..data_parallel.bucket_layout import Bucket, plan
 from ..data_parallel.cpu_reduction import InterNodeReduction, sum_rows
 from ..data_parallel.overlap import UPDATE, CommunicationLane, SendPriority
 from ..engine import Variable

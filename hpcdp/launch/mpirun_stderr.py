@@ -383,7 +383,7 @@ _MISSING = re.compile(
 )
 # Python, at an import or -m: "python: No module named hpcdp"
 _NO_MODULE = re.compile(rb"No module named '?([A-Za-z_]\w*)")
-# hpcdp.core.environment and hpcdp.comm.mpi, possibly with the tag of --tag-output before the line
+# hpcdp.core.environment and hpcdp.comm.mpi_communicator, possibly with the tag of --tag-output before the line
 _TAG = rb"(?:\[[^\]\s]*\](?:<stderr>:)? |[0-9]{1,9}: )?"
 _REASON = re.compile(_TAG + rb"hpcdp: ")
 _FAILED = re.compile(_TAG + rb"(rank [0-9]{1,9} of [0-9]{1,9}|server [0-9]{1,9} \(rank [0-9]{1,9}\)) failed:")
@@ -572,7 +572,7 @@ class MpirunStderr:
         return next(iter(not_killed + alone + killed + self._tasks), None)
 
     def may_have_ended(self, tasks: Tasks) -> bool:
-        """Return whether srun may have ended ``tasks`` because of another: by SIGTERM, then by SIGKILL."""
+        """Return whether srun may have ended ``progress`` because of another: by SIGTERM, then by SIGKILL."""
         return tasks.is_killed and not self._is_alone(tasks)
 
     def _is_alone(self, tasks: Tasks) -> bool:

@@ -26,7 +26,7 @@ from ..core.arrays import Device
 from ..core.checks import check_name, instance, one_of, whole_number
 from ..data.samplers import SamplerPosition
 from ..data_parallel import Reducer
-from ..data_parallel.buckets import plan
+from ..data_parallel.bucket_layout import plan
 from ..data_parallel.trainer_state import gather_residuals, regrouped, take_residuals
 from ..errors import ConfigError, UnsupportedError, warn
 from . import tensors

@@ -30,7 +30,7 @@ from .. import collectives
 from ..collectives import Monoid
 from ..comm import World, init
 from ..comm.communicator import wait_for
-from ..comm.tasks import Operation
+from ..comm.progress import Operation
 from ..comm.watchdog import Watchdog
 from ..core.arrays import Array, kinds
 from ..errors import ConfigError, HpcdpError, TimeLimitError, UnsupportedError

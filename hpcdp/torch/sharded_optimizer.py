@@ -25,7 +25,7 @@ from ..comm.consistency import on_every_rank, require_same
 from ..core.arrays import from_host, to_host
 from ..core.checks import choices, not_copied, whole_number
 from ..data_parallel import ShardedUpdate, sharded_update
-from ..data_parallel.buckets import Bucket, Slot
+from ..data_parallel.bucket_layout import Bucket, Slot
 from ..errors import ConfigError, MismatchError, NonFiniteGradientError, UnsupportedError
 from ..optim import SGD, Adam, AdamW, Optimizer
 from . import tensors

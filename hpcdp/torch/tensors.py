@@ -26,7 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..checkpoint.flatten import overlaps
 from ..comm import World, gpu_buckets
 from ..comm.gpu_buckets.transport import GpuTransport, NodeRows, RowSize, lone_rows
-from ..comm.tasks import run_until_complete
+from ..comm.progress import run_until_complete
 from ..core import arrays
 from ..core.arrays import BFLOAT16, Array, Device, Streams, dtype_of, gpu, is_bfloat16, is_host
 from ..errors import ConfigError, UnsupportedError, listed
@@ -336,7 +336,7 @@ _moved: Any = WeakTensorKeyDictionary()
 
 
 class TorchParameter:
-    """`hpcdp.data_parallel.buckets.ParameterLike` over a ``torch.nn.Parameter``.
+    """`hpcdp.data_parallel.bucket_layout.ParameterLike` over a ``torch.nn.Parameter``.
 
     Args:
         name: the name in ``module.named_parameters()``.

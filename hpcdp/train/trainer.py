@@ -12,8 +12,8 @@ from ..comm.world import require_world
 from ..compression import Settings
 from ..core.checks import function, instance
 from ..data_parallel.base_trainer import BaseTrainer, no_parameters
+from ..data_parallel.bucket_layout import ParameterLike
 from ..data_parallel.bucket_trainer import BucketTrainer
-from ..data_parallel.buckets import ParameterLike
 from ..data_parallel.gradient_policy import Policy
 from ..errors import ConfigError, type_named
 from ..kvstore import KVStore

@@ -20,7 +20,7 @@ from hpcdp.collectives import cost_model
 from hpcdp.collectives.algorithm_choice import Algorithm
 from hpcdp.collectives.cost_model import ETHERNET, FABRIC, Link, Topology
 from hpcdp.comm import World, thread_comm
-from hpcdp.comm.tasks import run_until_complete
+from hpcdp.comm.progress import run_until_complete
 from hpcdp.core.arrays import dtype_of
 from hpcdp.errors import ConfigError
 

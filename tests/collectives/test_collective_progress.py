@@ -14,7 +14,7 @@ from raises import raises
 from hpcdp.collectives import ALGORITHMS, allreduce, broadcast, halving_doubling, iallreduce, ring, tree
 from hpcdp.comm import thread_comm
 from hpcdp.comm.communicator import OPERATION_BITS, PolledRequest, disagree
-from hpcdp.comm.tasks import TAGS, ProgressEngine, TaskGroup, in_lanes, run_until_complete, segments, together
+from hpcdp.comm.progress import TAGS, ProgressEngine, TaskGroup, in_lanes, run_until_complete, segments, together
 from hpcdp.comm.watchdog import Watchdog
 from hpcdp.errors import MismatchError, UnsupportedError
 

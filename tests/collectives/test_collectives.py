@@ -316,9 +316,9 @@ def test_real_ranks_with_long_arrays(collective, algorithm):
 @pytest.mark.mpi
 def test_arrays_of_more_elements_than_one_message_may_have(monkeypatch):
     import hpcdp
-    from hpcdp.comm import mpi
+    from hpcdp.comm import mpi_communicator
 
-    monkeypatch.setattr(mpi, "MAX_ELEMENTS", 10)
+    monkeypatch.setattr(mpi_communicator, "MAX_ELEMENTS", 10)
     # MPI has the dtype of the second one, and not that of the first.
     check_real_ranks(hpcdp.init(), (9, 10, 11, 101), FEW if THOROUGH else FEW[1:3])
 

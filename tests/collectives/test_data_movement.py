@@ -13,7 +13,7 @@ from raises import raises
 import hpcdp
 from hpcdp.collectives import algorithm_choice, blocks, data_movement, intra_node
 from hpcdp.comm import thread_comm
-from hpcdp.comm.tasks import run_until_complete
+from hpcdp.comm.progress import run_until_complete
 from hpcdp.core.state import hold_together
 from hpcdp.errors import HpcdpError, MismatchError, UnsupportedError
 

@@ -7,7 +7,7 @@ from by_numpy import Recorded
 from hpcdp.collectives import tree
 from hpcdp.comm import thread_comm
 from hpcdp.comm.communicator import resolve
-from hpcdp.comm.tasks import LANES, run_until_complete
+from hpcdp.comm.progress import LANES, run_until_complete
 
 SUM = resolve("allreduce", "sum", np.dtype("f4"))
 

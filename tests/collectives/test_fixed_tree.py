@@ -6,7 +6,7 @@ import pytest
 
 from hpcdp.comm import thread_comm
 from hpcdp.comm.communicator import bounds
-from hpcdp.comm.tasks import run_until_complete
+from hpcdp.comm.progress import run_until_complete
 from hpcdp.data_parallel import deterministic
 
 

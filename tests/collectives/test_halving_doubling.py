@@ -7,7 +7,7 @@ from by_numpy import Recorded, data, reduced
 from hpcdp.collectives import halving_doubling
 from hpcdp.comm import thread_comm
 from hpcdp.comm.communicator import resolve, split
-from hpcdp.comm.tasks import LANES, run_until_complete
+from hpcdp.comm.progress import LANES, run_until_complete
 
 SUM = resolve("allreduce", "sum", np.dtype("f4"))
 

@@ -11,7 +11,7 @@ from raises import raises
 from hpcdp.collectives import ALGORITHMS, Monoid, allgather, allreduce, broadcast, iallreduce, reduce, reduce_scatter
 from hpcdp.comm import init, thread_comm
 from hpcdp.comm.consistency import Call, Calls, require_same
-from hpcdp.comm.tasks import TaskGroup
+from hpcdp.comm.progress import TaskGroup
 from hpcdp.errors import HpcdpError, MismatchError, UnsupportedError
 
 COLLECTIVES = {

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hpcdp.collectives import allgather, allreduce, reduce_scatter, ring
 from hpcdp.comm import thread_comm
 from hpcdp.comm.communicator import resolve
-from hpcdp.comm.tasks import LANES, TAGS, run_until_complete
+from hpcdp.comm.progress import LANES, TAGS, run_until_complete
 
 SUM = resolve("allreduce", "sum", np.dtype("f4"))
 

@@ -10,7 +10,7 @@ from raises import raises
 from hpcdp.collectives import ring
 from hpcdp.comm import thread_comm
 from hpcdp.comm.communicator import resolve
-from hpcdp.comm.tasks import run_until_complete
+from hpcdp.comm.progress import run_until_complete
 from hpcdp.errors import UnsupportedError
 
 SUM = resolve("allreduce", "sum", np.dtype("f4"))

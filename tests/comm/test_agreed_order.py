@@ -10,8 +10,8 @@ import pytest
 from hpcdp.comm import thread_comm
 from hpcdp.comm.communicator import PolledRequest
 from hpcdp.comm.gpu_buckets.nccl import THINGS, AgreedOrder
+from hpcdp.comm.progress import TaskGroup
 from hpcdp.comm.shared_memory import ProgressCounters
-from hpcdp.comm.tasks import TaskGroup
 
 
 @pytest.mark.parametrize("seed", range(5))

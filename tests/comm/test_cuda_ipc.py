@@ -13,7 +13,7 @@ from hpcdp.comm import gpu_buckets, thread_comm
 from hpcdp.comm import world as comm_world
 from hpcdp.comm.gpu_buckets.cuda_ipc import CudaIpc
 from hpcdp.comm.gpu_buckets.transport import GpuTransport, RowSize, parts_of
-from hpcdp.comm.tasks import TaskGroup
+from hpcdp.comm.progress import TaskGroup
 from hpcdp.comm.world import Gpu
 from hpcdp.core.arrays import Streams, dtype_of, gpu
 from hpcdp.errors import DeviceError, UnsupportedError

@@ -13,7 +13,7 @@ from rows_on_gpus import assert_summed, summed_and_brought_to_all, to_gpu
 
 from hpcdp.comm import gpu_buckets, thread_comm
 from hpcdp.comm.gpu_buckets.transport import GpuTransport, RowSize, parts_of
-from hpcdp.comm.tasks import TaskGroup
+from hpcdp.comm.progress import TaskGroup
 from hpcdp.core.arrays import Streams, dtype_of, gpu
 from hpcdp.errors import DeviceError
 

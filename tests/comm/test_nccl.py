@@ -12,7 +12,7 @@ from hpcdp.comm import gpu_buckets, thread_comm
 from hpcdp.comm import world as comm_world
 from hpcdp.comm.gpu_buckets.nccl import Nccl
 from hpcdp.comm.gpu_buckets.transport import GpuTransport, Offer, RowSize, parts_of
-from hpcdp.comm.tasks import TaskGroup, run_until_complete
+from hpcdp.comm.progress import TaskGroup, run_until_complete
 from hpcdp.comm.world import Gpu
 from hpcdp.core.arrays import Streams, dtype_of, gpu
 from hpcdp.errors import DeviceError, UnsupportedError, WorldAborted

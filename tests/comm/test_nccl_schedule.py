@@ -19,7 +19,7 @@ from rows_on_gpus import write
 from hpcdp.comm import gpu_buckets, thread_comm
 from hpcdp.comm.communicator import wait_for
 from hpcdp.comm.gpu_buckets.transport import GpuTransport, RowSize, parts_of
-from hpcdp.comm.tasks import TaskGroup, run_until_complete
+from hpcdp.comm.progress import TaskGroup, run_until_complete
 from hpcdp.core.arrays import Streams, gpu
 from hpcdp.errors import DeviceError, WorldAborted
 

@@ -20,7 +20,7 @@ from raises import raises
 
 from hpcdp.collectives import allreduce, iallreduce, recv
 from hpcdp.comm import thread_comm, watchdog
-from hpcdp.comm.tasks import ProgressEngine
+from hpcdp.comm.progress import ProgressEngine
 from hpcdp.comm.watchdog import DEFAULT_STALL_S, DEFAULT_TIMEOUT_S, OWN, Member, Watchdog, limits_s, look_at, nobody
 from hpcdp.engine import Engine
 from hpcdp.errors import ConfigError, WorldAborted

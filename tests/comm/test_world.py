@@ -115,7 +115,7 @@ def test_shared_memory_that_is_not_to_be_had_is_an_error_of_one_line_on_every_ra
 
 @pytest.mark.mpi
 def test_messages_and_pieces_arrive(world, monkeypatch):
-    monkeypatch.setattr("hpcdp.comm.mpi.MAX_ELEMENTS", 7)
+    monkeypatch.setattr("hpcdp.comm.mpi_communicator.MAX_ELEMENTS", 7)
     left, right = (world.rank - 1) % world.size, (world.rank + 1) % world.size
     for dtype in (np.float16, np.float32, np.int64):
         sent, got = (np.arange(20) + world.rank).astype(dtype), np.zeros(20, dtype)

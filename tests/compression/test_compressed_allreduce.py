@@ -7,7 +7,7 @@ from pairs import pairs
 from hpcdp import compression
 from hpcdp.comm import thread_comm
 from hpcdp.comm.communicator import split
-from hpcdp.comm.tasks import run_until_complete
+from hpcdp.comm.progress import run_until_complete
 from hpcdp.compression import BFloat16, ErrorFeedback, Float16, OneBit, TopK, TwoBit
 from hpcdp.core.arrays import dtype_of
 

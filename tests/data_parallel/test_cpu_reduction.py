@@ -6,8 +6,8 @@ import pytest
 from hpcdp import nn
 from hpcdp.comm import thread_comm
 from hpcdp.compression import Compression
-from hpcdp.data_parallel import Reducer, buckets
-from hpcdp.data_parallel.buckets import State
+from hpcdp.data_parallel import Reducer, bucket_layout
+from hpcdp.data_parallel.bucket_layout import State
 from hpcdp.data_parallel.cpu_reduction import HierarchicalReduction, SharedMemoryReduction
 from hpcdp.data_parallel.deterministic import DeterministicReduction
 from hpcdp.data_parallel.overlap import OverlapScheduler, Scheduler
@@ -28,7 +28,7 @@ CASES = {
 
 def make(world, overlap, **settings):
     params = [nn.Parameter(np.zeros(shape, "f4"), name=f"p{i}") for i, shape in enumerate(SHAPES)]
-    layout = buckets.plan([(p.name, p.data.shape, p.data.dtype) for p in params], 0.004, 0.004)
+    layout = bucket_layout.plan([(p.name, p.data.shape, p.data.dtype) for p in params], 0.004, 0.004)
     return Reducer(params, layout, world, overlap, **settings), params
 
 

@@ -27,11 +27,11 @@ from hpcdp import compression, optim
 from hpcdp.comm import thread_comm
 from hpcdp.comm import world as comm_world
 from hpcdp.comm.gpu_buckets.transport import GpuTransport
-from hpcdp.comm.tasks import RunningTask, run_until_complete
+from hpcdp.comm.progress import RunningTask, run_until_complete
 from hpcdp.comm.world import Gpu
 from hpcdp.compression import Compression
 from hpcdp.core.arrays import Streams, dtype_of, gpu, is_host, to_host
-from hpcdp.data_parallel import Reducer, buckets, gpu_reduction, sharded_update
+from hpcdp.data_parallel import Reducer, bucket_layout, gpu_reduction, sharded_update
 from hpcdp.data_parallel.trainer_state import gather_residuals, regrouped, take_residuals
 from hpcdp.errors import DeviceError, MismatchError, UnsupportedError
 from hpcdp.kernels.cuda import kernels
@@ -62,7 +62,7 @@ def go(way, monkeypatch):
 
 def make(world, overlap, dtype="f4", compression=None):
     params = [Parameter(f"p{i}", shape, dtype) for i, shape in enumerate(SHAPES)]
-    layout = buckets.plan([(p.name, p.data.shape, np.dtype(dtype)) for p in params], 0.004, 0.004)
+    layout = bucket_layout.plan([(p.name, p.data.shape, np.dtype(dtype)) for p in params], 0.004, 0.004)
     return Reducer(params, layout, world, overlap, Compression.of(compression)), params
 
 
@@ -277,7 +277,7 @@ def test_parameters_that_are_not_on_the_current_device_are_told_on_all_ranks(gpu
         with raises(
             DeviceError, operation="reduction", where="device", expected=gpu(1 + wrong[0]), got=gpu(7), rank=who
         ):
-            Reducer(params, buckets.plan([(p.name, p.data.shape, np.dtype("f4")) for p in params]), world)
+            Reducer(params, bucket_layout.plan([(p.name, p.data.shape, np.dtype("f4")) for p in params]), world)
         told.append(world.rank)
 
     thread_comm.run(n, rank)
@@ -342,7 +342,7 @@ def test_codes_of_gpus_are_those_of_the_host(gpus_on_host, run, monkeypatch):
         params = [Parameter(f"p{i}", shape) for i, shape in enumerate(SHAPES)]
         if not on_gpu:
             bring_to_host(params)
-        layout = buckets.plan([(p.name, p.data.shape, np.dtype("f4")) for p in params], 0.004, 0.004)
+        layout = bucket_layout.plan([(p.name, p.data.shape, np.dtype("f4")) for p in params], 0.004, 0.004)
         return Reducer(params, layout, world, overlap, Compression.of(codec)), params
 
     host = thread_comm.run(n, lambda world: rank(world, False, False), nodes)
@@ -521,7 +521,7 @@ def test_parameters_on_several_gpus_are_refused(gpus_on_host):
         params = [Parameter(f"p{i}", (3,)) for i in range(2)]
         for number, param in enumerate(params):
             param.data = type("Array", (), {"__module__": "cupy", "device": type("Device", (), {"id": number})})()
-        layout = buckets.plan([(p.name, (3,), np.dtype("f4")) for p in params])
+        layout = bucket_layout.plan([(p.name, (3,), np.dtype("f4")) for p in params])
         Reducer(params, layout, world)
 
     with raises(UnsupportedError, operation="reduction", where="device", got=["gpu(0)", "gpu(1)"]):

@@ -15,14 +15,14 @@ from raises import raises
 
 import hpcdp
 from hpcdp.checkpoint.manager import Manager, Saving
-from hpcdp.comm import tasks, thread_comm
+from hpcdp.comm import progress, thread_comm
 from hpcdp.comm.communicator import wait_for
 from hpcdp.comm.gpu_buckets import transport
 from hpcdp.comm.gpu_buckets.transport import GpuTransport
 from hpcdp.comm.roll_call import RollCall
 from hpcdp.comm.watchdog import Watchdog
 from hpcdp.core.arrays import Device, Streams, dtype_of, gpu
-from hpcdp.data_parallel import Reducer, buckets, cpu_reduction, gpu_reduction
+from hpcdp.data_parallel import Reducer, bucket_layout, cpu_reduction, gpu_reduction
 from hpcdp.errors import ConfigError, DeviceError
 
 COUNTS = {GpuTransport.NCCL: 8, GpuTransport.CUDA_IPC: 1, GpuTransport.HOST: 0}
@@ -60,7 +60,7 @@ def values(rank, step, shape, dtype):
 def sums_of(world, way, dtype, overlap, reducers=None):
     use_gpu(world, way)
     params = [Parameter(f"p{i}", shape, dtype_of(dtype)) for i, shape in enumerate(SHAPES)]
-    layout = buckets.plan([(p.name, p.data.shape, dtype_of(dtype)) for p in params], 0.004, 0.004)
+    layout = bucket_layout.plan([(p.name, p.data.shape, dtype_of(dtype)) for p in params], 0.004, 0.004)
     reducer = Reducer(params, layout, world, overlap)
     if reducers is not None:
         reducers.append(reducer)
@@ -112,7 +112,7 @@ def test_sums_have_the_bits_of_those_through_the_host(reached, monkeypatch, run,
 def test_a_message_is_a_whole_chunk_of_a_segment(reached, monkeypatch, n):
     show_gpus(monkeypatch, 0)
     monkeypatch.setattr(cpu_reduction, "SHORT_NBYTES", 0)
-    monkeypatch.setattr(cpu_reduction, "fitting", lambda *of: tasks.MESSAGE_NBYTES)
+    monkeypatch.setattr(cpu_reduction, "fitting", lambda *of: progress.MESSAGE_NBYTES)
     segment_nbytes = 300_000
     monkeypatch.setattr(gpu_reduction, "SEGMENT_NBYTES", segment_nbytes)
     sent = []
@@ -124,7 +124,7 @@ def test_a_message_is_a_whole_chunk_of_a_segment(reached, monkeypatch, n):
 
     def sums(world):
         param = Parameter("p", (segment_nbytes - 500,))  # four segments of 32 bits, almost
-        layout = buckets.plan([("p", param.data.shape, np.dtype("f4"))])
+        layout = bucket_layout.plan([("p", param.data.shape, np.dtype("f4"))])
         reducer = Reducer([param], layout, world, False)
         sent.clear()
         world.barrier()
@@ -139,7 +139,7 @@ def test_a_message_is_a_whole_chunk_of_a_segment(reached, monkeypatch, n):
     most = segment_nbytes / n
     assert len(counts["direct"]) == 4 * n * 2 * (n - 1)
     assert 0.99 * most <= min(counts["direct"]) <= max(counts["direct"]) <= most
-    assert max(counts["staged"]) <= tasks.MESSAGE_NBYTES + 8
+    assert max(counts["staged"]) <= progress.MESSAGE_NBYTES + 8
 
 
 def test_who_waits_for_the_gpu_looks_after_the_node(reached, monkeypatch):
@@ -350,7 +350,7 @@ def test_real_messages_go_from_and_to_the_memory_of_gpus(reached, monkeypatch, o
     )  # for this test alone
     for dtype in ("f4", "f2"):
         params = [Parameter(f"p{i}", shape, dtype_of(dtype)) for i, shape in enumerate(SHAPES)]
-        layout = buckets.plan([(p.name, p.data.shape, dtype_of(dtype)) for p in params], 0.004, 0.004)
+        layout = bucket_layout.plan([(p.name, p.data.shape, dtype_of(dtype)) for p in params], 0.004, 0.004)
         reducer = Reducer(params, layout, world, overlap)
         assert world.size == 1 or reducer.reduction.goes_direct
         check_steps(world, reducer, params, STEPS)

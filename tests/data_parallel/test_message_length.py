@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from hpcdp.comm import thread_comm
-from hpcdp.comm.tasks import MESSAGE_NBYTES
-from hpcdp.data_parallel import Reducer, buckets, cpu_reduction
+from hpcdp.comm.progress import MESSAGE_NBYTES
+from hpcdp.data_parallel import Reducer, bucket_layout, cpu_reduction
 
 SHORTEST = cpu_reduction.LONGER_NBYTES[0]
 
@@ -61,7 +61,7 @@ def test_it_is_tried_once_in_a_world_and_for_long_buckets_alone(monkeypatch):
 def test_sums_have_the_same_bits_however_long_messages_are(monkeypatch, n, per_node):
     def rank(world):
         params = [Parameter("a", 300_001), Parameter("b", 70)]
-        layout = buckets.plan([(p.name, p.data.shape, p.data.dtype) for p in params])
+        layout = bucket_layout.plan([(p.name, p.data.shape, p.data.dtype) for p in params])
         reducer = Reducer(params, layout, world)
         asked.append(layout.longest_nbytes)
         found = []

@@ -7,7 +7,7 @@ import pytest
 
 from hpcdp import kernels, nn, optim
 from hpcdp.comm import thread_comm
-from hpcdp.data_parallel import Reducer, Replicated, ShardedUpdate, buckets
+from hpcdp.data_parallel import Reducer, Replicated, ShardedUpdate, bucket_layout
 
 SHAPES = [(7, 3), (1500,), (40, 30), (1,)]
 BOUND = 0.02
@@ -33,7 +33,7 @@ def gradient(rank, step, shape):
 def trained(world, owner, optimizer, steps=3):
     """The parameters after some steps, from gradients that differ by rank."""
     params = [nn.Parameter(gradient(9, 0, shape), name=f"p{i}") for i, shape in enumerate(SHAPES)]
-    layout = buckets.plan([(p.name, p.data.shape, p.data.dtype) for p in params], 0.004, 0.004)
+    layout = bucket_layout.plan([(p.name, p.data.shape, p.data.dtype) for p in params], 0.004, 0.004)
     reducer = Reducer(params, layout, world, overlap=False)
     updater = owner(reducer, optimizer)
     for step in range(1, steps + 1):

@@ -7,12 +7,12 @@ from test_reducer import SHAPES, gradient, write
 from hpcdp import nn
 from hpcdp.comm import thread_comm
 from hpcdp.compression import Compression
-from hpcdp.data_parallel import Reducer, buckets
+from hpcdp.data_parallel import Reducer, bucket_layout
 
 
 def make(world, overlap, compression):
     params = [nn.Parameter(np.zeros(shape, "f4"), name=f"p{i}") for i, shape in enumerate(SHAPES)]
-    layout = buckets.plan([(p.name, p.data.shape, p.data.dtype) for p in params], 0.004, 0.004)
+    layout = bucket_layout.plan([(p.name, p.data.shape, p.data.dtype) for p in params], 0.004, 0.004)
     return Reducer(params, layout, world, overlap, Compression.of(compression)), params
 
 

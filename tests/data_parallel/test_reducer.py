@@ -13,8 +13,8 @@ from raises import raises
 from hpcdp import nn
 from hpcdp.collectives import iallreduce
 from hpcdp.comm import thread_comm
-from hpcdp.data_parallel import Reducer, buckets
-from hpcdp.data_parallel.buckets import State
+from hpcdp.data_parallel import Reducer, bucket_layout
+from hpcdp.data_parallel.bucket_layout import State
 from hpcdp.data_parallel.overlap import STALLED_S, CommunicationLane
 from hpcdp.errors import StaleGradientError
 
@@ -28,7 +28,7 @@ def gradient(rank, step, shape):
 
 def make(world, overlap, cap_mb=0.004):
     params = [nn.Parameter(np.zeros(shape, "f4"), name=f"p{i}") for i, shape in enumerate(SHAPES)]
-    layout = buckets.plan([(p.name, p.data.shape, p.data.dtype) for p in params], cap_mb, cap_mb)
+    layout = bucket_layout.plan([(p.name, p.data.shape, p.data.dtype) for p in params], cap_mb, cap_mb)
     return Reducer(params, layout, world, overlap), params
 
 

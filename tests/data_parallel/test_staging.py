@@ -9,7 +9,7 @@ from raises import raises
 
 from hpcdp.comm.communicator import PolledRequest
 from hpcdp.comm.gpu_buckets.transport import RowSize, lone_rows
-from hpcdp.comm.tasks import LANES, TAGS, run_until_complete, segments
+from hpcdp.comm.progress import LANES, TAGS, run_until_complete, segments
 from hpcdp.core.arrays import Streams, gpu
 from hpcdp.data_parallel import gpu_reduction
 from hpcdp.data_parallel.gpu_reduction import ON_THE_NETWORK, SLOTS, Staging

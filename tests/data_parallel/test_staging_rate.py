@@ -9,7 +9,7 @@ import pytest
 
 from hpcdp.comm import communicator
 from hpcdp.comm.communicator import PolledRequest
-from hpcdp.comm.tasks import run_until_complete
+from hpcdp.comm.progress import run_until_complete
 from hpcdp.data_parallel.gpu_reduction import Staging
 
 COPY_RATE = 55e9

@@ -13,7 +13,7 @@ from written_gradients import Parameter
 
 from hpcdp import autograd, checkpoint, nn, optim
 from hpcdp.comm import thread_comm
-from hpcdp.data_parallel.buckets import plan
+from hpcdp.data_parallel.bucket_layout import plan
 from hpcdp.errors import ConfigError, StaleGradientError
 from hpcdp.train.trainer import Trainer
 

@@ -4,7 +4,7 @@ import pytest
 from hpcdp import nn
 from hpcdp.comm import thread_comm
 from hpcdp.data_parallel import Reducer
-from hpcdp.data_parallel.buckets import plan
+from hpcdp.data_parallel.bucket_layout import plan
 from hpcdp.data_parallel.deterministic import closed_by, run_of
 
 

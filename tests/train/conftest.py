@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from train_command import RUN, train
 
-from hpcdp.data_parallel import buckets
+from hpcdp.data_parallel import bucket_layout
 
 
 @pytest.fixture(scope="session")
@@ -25,4 +25,4 @@ def finished(made_once) -> tuple[Path, str]:
 def one_bucket_each(monkeypatch):
     """For each parameter one, but for small ones that lie side by side."""
     module = "hpcdp.data_parallel.bucket_trainer.plan"
-    monkeypatch.setattr(module, lambda params, cap, room_for: buckets.plan(params, 1e-4, 1e-4, room_for))
+    monkeypatch.setattr(module, lambda params, cap, room_for: bucket_layout.plan(params, 1e-4, 1e-4, room_for))

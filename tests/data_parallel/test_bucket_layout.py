@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from raises import raises
 
-from hpcdp.data_parallel.buckets import LINE_NBYTES, MIB, plan
+from hpcdp.data_parallel.bucket_layout import LINE_NBYTES, MIB, plan
 from hpcdp.errors import ConfigError
 
 F4, F8 = np.dtype("f4"), np.dtype("f8")
