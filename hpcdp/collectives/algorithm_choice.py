@@ -15,6 +15,7 @@ must start in the same order. 16-bit floats are reduced in float32, which MPI su
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -231,6 +232,16 @@ def _shared(
     return Algorithm("shared", steps, blocking, any_monoid=any_monoid, compares=True, prepare=prepare, bind=bind)
 
 
+def _doubling(of: Callable[..., halving_doubling.Combined], spares_input: bool = False) -> Algorithm:
+    return Algorithm(
+        "recursive_doubling",
+        functools.partial(halving_doubling.recursive_doubling_steps, of),
+        functools.partial(halving_doubling.recursive_doubling, of),
+        spares_input=spares_input,
+        compares=True,
+    )
+
+
 def _by_name(*algorithms: Algorithm) -> dict[str, Algorithm]:
     return {algorithm.name: algorithm for algorithm in algorithms}
 
@@ -248,12 +259,7 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
         _flat("ring", ring.allreduce),
         _flat("bidirectional", ring.bidirectional_allreduce),
         _flat("halving_doubling", halving_doubling.allreduce),
-        Algorithm(
-            "recursive_doubling",
-            halving_doubling.recursive_doubling_steps,
-            halving_doubling.recursive_doubling,
-            compares=True,
-        ),
+        _doubling(halving_doubling.of_allreduce),
         _flat("tree", tree.allreduce),
         _flat("double_tree", tree.double_tree_allreduce),
         Algorithm("hierarchical", hierarchical.allreduce, prepare=hierarchical.prepare),
@@ -269,24 +275,28 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
         ),
         _flat("ring", ring.reduce_scatter),
         _flat("halving_doubling", halving_doubling.reduce_scatter),
+        _doubling(halving_doubling.of_reduce_scatter),
     ),
     "allgather": _by_name(
         _flat("reference", reference_allgather),
         Algorithm("native", None, native_allgather),
         _shared(intra_node.allgather, intra_node.allgather_steps, bind=intra_node.bound_allgather),
         _flat("ring", ring.allgather),
+        _doubling(halving_doubling.of_allgather),
     ),
     "broadcast": _by_name(
         _flat("reference", reference_broadcast),
         Algorithm("native", None, native_broadcast),
         _shared(intra_node.broadcast, intra_node.broadcast_steps, bind=intra_node.bound_broadcast),
         _flat("tree", tree.broadcast),
+        _doubling(halving_doubling.of_broadcast),
     ),
     "reduce": _by_name(
         _flat("reference", reference_reduce),
         Algorithm("native", None, native_reduce, spares_input=True, any_monoid=False),
         _shared(intra_node.reduce, intra_node.reduce_steps, any_monoid=False, bind=intra_node.bound_reduce),
         _flat("tree", tree.reduce),
+        _doubling(halving_doubling.of_reduce, spares_input=True),
     ),
 }
 """The algorithms of every collective by name."""

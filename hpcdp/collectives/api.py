@@ -312,18 +312,24 @@ def allgather(x: ArrayT, world: World | None = None, algorithm: str = "auto", ou
         return data_movement.run("allgather", world, x, algorithm)
     world = ranks_of(world)
     if out is not None and _are_plain(x, out) and x.size * world.size == out.size and x.dtype == out.dtype:
-        bound = _planned("allgather", out.reshape(-1), _MOVED, algorithm, world).bound
-        if bound is not None and protection_of(out) is None and bound(world, bytes_of(x), bytes_of(out)):  # type: ignore[arg-type]
+        gathered = out.reshape(-1)
+        plan = _planned("allgather", gathered, _MOVED, algorithm, world)
+        if protection_of(out) is None:
+            _gather(plan, world, x, gathered)
             return out
     host, gathered, out = _gathered("allgather", x, world, out)
     plan = _planned("allgather", flat(gathered), _MOVED, algorithm, world)  # the ranks' ``out`` may differ in shape
-    shard = _own_shard(gathered, host, world)
-    if plan.bound is None or not plan.bound(world, bytes_of(host), bytes_of(gathered)):
-        shard[...] = host.reshape(-1)
-        plan.move(world, flat(gathered))
+    _own_shard(gathered, host, world)  # checks the size of x
+    _gather(plan, world, host, flat(gathered))
     if gathered is not out:
         bring_back(gathered, out)
     return out
+
+
+def _gather(plan: _Plan, world: World, x: np.ndarray, gathered: np.ndarray) -> None:
+    if plan.bound is None or not plan.bound(world, bytes_of(x), bytes_of(gathered)):
+        _own_shard(gathered, x, world)[...] = x.reshape(-1)
+        plan.move(world, gathered)
 
 
 @accepts_tensors

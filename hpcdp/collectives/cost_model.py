@@ -542,21 +542,25 @@ _OURS: dict[str, dict[str, tuple[Formula, Callable[[Topology], float]]]] = {
         "shared": (_shared_reduce_scatter, _unsegmented),
         "ring": (_ring_reduce_scatter, lambda on: MESSAGE_NBYTES * on.ranks),
         "halving_doubling": (_halving_reduce_scatter, lambda on: halving_doubling.SEGMENT_NBYTES),
+        "recursive_doubling": (_recursive_doubling, _unsegmented),
     },
     "allgather": {
         "reference": (_reference_moving, _unsegmented),
         "shared": (_shared_allgather, _unsegmented),
         "ring": (_ring_allgather, lambda on: MESSAGE_NBYTES * on.ranks),
+        "recursive_doubling": (_recursive_doubling, _unsegmented),
     },
     "broadcast": {
         "reference": (_reference_broadcast, _unsegmented),
         "shared": (_shared_broadcast, _unsegmented),
         "tree": (_tree_down, lambda on: tree.SEGMENT_NBYTES),
+        "recursive_doubling": (_recursive_doubling, _unsegmented),
     },
     "reduce": {
         "reference": (_reference, _unsegmented),
         "shared": (_shared, _unsegmented),
         "tree": (_tree_up, lambda on: tree.SEGMENT_NBYTES),
+        "recursive_doubling": (_recursive_doubling, _unsegmented),
     },
     "allgatherv": {
         "shared": (_shared_exchange, _unsegmented),
@@ -608,7 +612,7 @@ def predicted_s(
 
 
 _CROWDED_NBYTES = 64 << 10
-_SHORT_NBYTES = 16 << 10
+_SHORT_NBYTES, _SHORT_MOVED_NBYTES = 16 << 10, 2 << 10
 _LONG_BROADCAST_NBYTES = 2 << 20
 _TCP_ALPHA_S, _LONG_ON_TCP_NBYTES, _GAIN_ON_TCP = 10e-6, 2 << 20, 0.98
 """A latency that only TCP has, arrays from which the library's sums reach 0.65 to 0.75 of its prediction there (Open
@@ -633,6 +637,10 @@ def choose_movement(
     return best if seconds(names[0]) >= _GAIN * seconds(best) else names[0]
 
 
+def _short_nbytes(collective: str) -> int:
+    return _SHORT_MOVED_NBYTES if collective in ("allgather", "broadcast") else _SHORT_NBYTES
+
+
 def model_choice(
     collective: str,
     nbytes: int,
@@ -646,8 +654,9 @@ def model_choice(
     - One node with shared memory: ``shared``. ``native`` is faster if ranks outnumber cores and the array is below
       `_CROWDED_NBYTES`, because a waiting rank yields its core at once, and for broadcasts from
       `_LONG_BROADCAST_NBYTES`, of which both make one copy.
-    - Several nodes, arrays below `_SHORT_NBYTES`: ``recursive_doubling``, whose messages also compare the calls of the
-      ranks, for which the others need messages of their own.
+    - Several nodes, short arrays (`_SHORT_NBYTES`, or `_SHORT_MOVED_NBYTES` of a broadcast or allgather):
+      ``recursive_doubling``, whose messages also compare the calls of the ranks, for which the others need messages of
+      their own.
     - Several nodes, longer arrays: ``native``, because the MPI library knows networks that this model does not. The
       exception is ``hierarchical``, if the network is its slowest stage and its prediction is `_GAIN` times as fast as
       the library's best algorithm, or `_GAIN_ON_TCP` times for long arrays on TCP. That holds for long arrays on links
@@ -669,7 +678,7 @@ def model_choice(
     def seconds(name: str) -> float:
         return predicted_s(collective, name, nbytes, topology, machine)
 
-    if "recursive_doubling" in names and nbytes < _SHORT_NBYTES and not in_memory:
+    if "recursive_doubling" in names and nbytes < _short_nbytes(collective) and not in_memory:
         return "recursive_doubling"
     if "native" in names:
         stages = _hierarchical(nbytes, topology, machine.at(nbytes))

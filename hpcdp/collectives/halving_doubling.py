@@ -1,4 +1,4 @@
-"""Allreduce and reduce-scatter by recursive halving and doubling, and allreduce by recursive doubling.
+"""Allreduce and reduce-scatter by recursive halving and doubling; all collectives by recursive doubling, if short.
 
 Halving and doubling needs as few bytes as a ring, and few steps. Two ranks at distance 1 exchange halves of the array,
 and each reduces the half that it keeps. Then ranks at distance 2 halve that half. After log2 n steps every rank holds
@@ -33,6 +33,9 @@ log2 n steps every rank has the whole sum, so no result is sent back::
     distance 2       0 <-----------------> 2                   the sum of all
                                 1 <-----------------> 3
 
+The other collectives work likewise. In a broadcast all ranks but the root send zeros, in an allgather each rank sends
+zeros in place of the others' shards, and a reduce or reduce-scatter keeps a part of the sum.
+
 Each message starts with the signature of the call, so the same messages detect mismatched calls; between nodes all
 other algorithms need a comparison first (`hpcdp.comm.consistency`, which also describes the ranks beyond a power of
 two). Long arrays are sent piece by piece.
@@ -46,13 +49,14 @@ Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communicatio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..comm import Reduction, World
-from ..comm.communicator import Messages, Steps, bounds, split
+from ..comm.communicator import MERGED, Messages, Steps, bounds, split
 from ..comm.consistency import Call, Calls
 from ..comm.progress import MESSAGE_NBYTES, in_lanes, segments, together
 from ..core.arrays import Array, array_namespace
@@ -186,34 +190,83 @@ def reduce_scatter(x: np.ndarray, out: np.ndarray, op: Reduction, comm: Messages
     yield from together(in_lanes(items, lambda item, lane_tag: _reduce_scatter_segment(*item, op, comm, lane_tag), tag))
 
 
-def recursive_doubling(x: np.ndarray, op: Reduction, world: World, call: Call) -> None:
-    """Reduce ``x``, shape ``(count,)``, in place over all ranks.
+class Combined(NamedTuple):
+    """What recursive doubling reduces for a collective."""
+
+    total: np.ndarray
+    """Shape ``(count,)``: this rank's values, and in the end those of all ranks."""
+    op: Reduction
+    finish: Callable[[], None]
+    """Writes the result from ``total``."""
+
+
+def of_allreduce(x: np.ndarray, op: Reduction, world: World) -> Combined:
+    """Return an allreduce of ``x``, shape ``(count,)``, in place."""
+    total = op.widened(x)
+    return Combined(total, op, lambda: op.finish(total, world.size, x))
+
+
+def of_reduce(x: np.ndarray, op: Reduction, root: int, world: World) -> Combined:
+    """Return a reduce of ``x``, shape ``(count,)``, in place on ``root``; elsewhere it is unchanged."""
+    if world.rank == root:
+        return of_allreduce(x, op, world)
+    return Combined(op.widened(x.copy()), op, lambda: None)
+
+
+def of_reduce_scatter(x: np.ndarray, out: np.ndarray, op: Reduction, world: World) -> Combined:
+    """Return a reduce-scatter of ``x``, shape ``(count,)``, with this rank's shard in ``out``; x is overwritten."""
+    total = op.widened(x)
+    return Combined(total, op, lambda: op.finish(split(total, world.size)[world.rank], world.size, out))
+
+
+def of_allgather(out: np.ndarray, world: World) -> Combined:
+    """Return an allgather that completes ``out``, shape ``(count,)``, in which every rank has written its shard."""
+    total, n, me = np.zeros(out.size, out.dtype), world.size, world.rank
+    own = slice(out.size * me // n, out.size * (me + 1) // n)  # as `split`, without its list
+    total[own] = out[own]
+    return Combined(total.view(np.uint8), MERGED, lambda: np.copyto(out, total))
+
+
+def of_broadcast(x: np.ndarray, root: int, world: World) -> Combined:
+    """Return a broadcast that overwrites ``x``, shape ``(count,)``, with the values of ``root``."""
+    if world.rank == root:
+        return Combined(x.copy().view(np.uint8), MERGED, lambda: None)  # x may be read-only
+    total = np.zeros(x.size, x.dtype)
+    return Combined(total.view(np.uint8), MERGED, lambda: np.copyto(x, total))
+
+
+def recursive_doubling(of: Callable[..., Combined], *arguments: Any) -> None:
+    """Run a collective by recursive doubling.
+
+    Args:
+        of: returns what is combined, given the collective's arguments and the world.
+        *arguments: the same, and the `Call`.
 
     Raises:
-        MismatchError: ranks have made another ``call``.
+        MismatchError: ranks have made another call.
     """
-    calls, total = Calls.of(world), op.widened(x)
+    *given, world, call = arguments
+    calls, combined = Calls.of(world), of(*given, world)
     if calls.memory is not None:
         calls.memory.agree(call)
-    calls.messages.agree(call, total, op)
-    op.finish(total, world.size, x)
+    calls.messages.agree(call, combined.total, combined.op)
+    combined.finish()
 
 
-def recursive_doubling_steps(x: np.ndarray, op: Reduction, world: World, call: Call) -> Steps:
+def recursive_doubling_steps(of: Callable[..., Combined], *arguments: Any) -> Steps:
     """Return `recursive_doubling` as a machine."""
-    calls, total = Calls.of(world), op.widened(x)
+    *given, world, call = arguments
+    calls, combined = Calls.of(world), of(*given, world)
     if calls.memory is None:
-        return _then_finished(calls.messages.steps(call, total, op), total, x, op, world.size)
-    return _compared_in_memory(calls.memory.steps(call), calls, call, total, x, op, world.size)
+        return _then_finished(calls.messages.steps(call, combined.total, combined.op), combined)
+    return _compared_in_memory(calls.memory.steps(call), calls, call, combined)
 
 
-def _compared_in_memory(
-    comparison: Steps, calls: Calls, call: Call, total: np.ndarray, x: np.ndarray, op: Reduction, n: int
-) -> Steps:
+def _compared_in_memory(comparison: Steps, calls: Calls, call: Call, combined: Combined) -> Steps:
     yield from comparison
-    yield from _then_finished(calls.messages.steps(call, total, op), total, x, op, n)
+    yield from _then_finished(calls.messages.steps(call, combined.total, combined.op), combined)
 
 
-def _then_finished(machine: Steps, total: np.ndarray, x: np.ndarray, op: Reduction, n: int) -> Steps:
+def _then_finished(machine: Steps, combined: Combined) -> Steps:
     yield from machine
-    op.finish(total, n, x)
+    combined.finish()

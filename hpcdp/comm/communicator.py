@@ -144,6 +144,9 @@ def _by_monoid(monoid: Monoid) -> Callable[[np.ndarray, np.ndarray], None]:
 
 _NAMED = {name: Reduction(name, _by(ufunc)) for name, ufunc in _UFUNCS.items()}
 
+MERGED = Reduction("merged", lambda total, x: np.bitwise_or(total, x, total), named=False)  # type: ignore[arg-type, return-value]
+"""Merges integers of which all ranks but one have zeros."""
+
 
 def resolve(
     operation: str, op: str | Monoid, dtype: np.dtype, prescale: float = 1.0, postscale: float = 1.0

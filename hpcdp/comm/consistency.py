@@ -29,6 +29,7 @@ import numpy as np
 from .. import errors, kernels
 from ..errors import HpcdpError, MismatchError, listed
 from .communicator import (
+    MERGED,
     OPERATION_BITS,
     Communicator,
     PolledRequest,
@@ -323,7 +324,7 @@ _FOLD, _RESULT = 0, 1
 """The lanes of messages from ranks beyond a power of two to their partner, and back."""
 _TEXT_NBYTES = 1 << 10
 _MOST_SIDES = 64
-_SUM, _MAX = (resolve("counts", op, np.dtype(np.int64)) for op in ("sum", "max"))
+_MAX = resolve("counts", "max", np.dtype(np.int64))
 _BY_MESSAGES_FIRST = 16
 """Calls of a node's ranks that are compared by messages first: a program with few calls needs no compiled kernels."""
 _ALIKE = "call it with the same arguments, and in the same order, on all ranks"
@@ -735,7 +736,7 @@ class Calls:
         """
         self.number += 1
         gathered = self._row_of(counts)
-        exchange = self.messages.steps(call, gathered.reshape(-1), _SUM)
+        exchange = self.messages.steps(call, gathered.reshape(-1), MERGED)
 
         def steps() -> StepsTo[T]:
             yield from exchange
@@ -750,7 +751,7 @@ class Calls:
         """
         self.number += 1
         gathered = self._row_of(counts)
-        self.messages.agree(call, gathered.reshape(-1), _SUM)
+        self.messages.agree(call, gathered.reshape(-1), MERGED)
         return gathered
 
     def _row_of(self, counts: np.ndarray) -> np.ndarray:

@@ -20,7 +20,7 @@ def test_auto_uses_shared_memory_inside_a_node_and_the_library_elsewhere():
         assert chosen(collective) == "shared"
         assert chosen(collective, "i2") == "native"
     assert chosen("allreduce", ranks_per_node=1) == "recursive_doubling"
-    assert chosen("reduce", ranks_per_node=1) == "native"
+    assert chosen("reduce", ranks_per_node=1) == "recursive_doubling"
 
 
 def test_what_the_library_cannot_reduce_is_reduced_here():

@@ -202,8 +202,11 @@ def test_over_nodes_the_library_serves_arrays_that_are_not_short_and_hierarchica
     assert model_choice("allreduce", 1 << 14, 4, nodes, names) == "native"
     assert model_choice("allreduce", 16 << 20, 4, nodes, names) == "hierarchical"
     assert model_choice("allreduce", 16 << 20, 4, nodes, names, FABRIC) == "native"
-    for collective in ("reduce_scatter", "allgather", "broadcast", "reduce"):
-        assert model_choice(collective, 16 << 20, 4, nodes, ALGORITHMS[collective]) == "native"
+    for collective, short in {"reduce_scatter": 16, "allgather": 2, "broadcast": 2, "reduce": 16}.items():
+        known = ALGORITHMS[collective]
+        assert model_choice(collective, (short << 10) - 4, 4, nodes, known) == "recursive_doubling"
+        assert model_choice(collective, short << 10, 4, nodes, known) == "native"
+        assert model_choice(collective, 16 << 20, 4, nodes, known) == "native"
 
 
 def test_without_the_library_the_least_prediction_counts():
