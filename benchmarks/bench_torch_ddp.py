@@ -107,15 +107,20 @@ def measure(
     batches = batches_of(model, batch, world.rank)
     names = [*others, DDP, BACKEND, RANK, SHARD, ALONE] if world.size > 1 else [RANK, SHARD, ALONE]
     steps = {name: step_of(name, model, batches, world) for name in names}
-    losses = {name: np.array([float(steps[name](i)) for i in range(_CHECKED_STEPS)]) for name in names}
+    losses: dict[str, np.ndarray] = {}
+    step_s: dict[str, float] = {}
+    for name in names:
+        checked, begin = [], 0.0
+        for i in range(_CHECKED_STEPS):
+            begin = time.perf_counter()
+            checked.append(float(steps[name](i)))
+        losses[name], step_s[name] = np.array(checked), time.perf_counter() - begin
     first = losses[DDP] if DDP in losses else losses[RANK]
     difference = largest_difference([losses[name] for name in names if name != ALONE], first)
     apart = largest_difference(losses[ALONE], first)
-    begin = time.perf_counter()
-    for i in range(2):
-        steps[ALONE](i)
-    taken_s = max(world.comm.allgather_json((time.perf_counter() - begin) / 2))
-    per_turn = max(2, int(seconds / taken_s))
+    # Over slow links a step with communication is ten times as long as one without: each candidate has its own count.
+    slowest_s = {name: max(rank[name] for rank in world.comm.allgather_json(step_s)) for name in names}
+    per_turn = {name: max(2, int(seconds / slowest_s[name])) for name in names}
     seconds_of: dict[str, list[float]] = {name: [] for name in names}
     each_s: list[float] = []
     for turn in range(turns):
@@ -124,10 +129,10 @@ def measure(
             world.barrier()
             begin = time.perf_counter()
             ends = [begin]
-            for i in range(per_turn):
+            for i in range(per_turn[name]):
                 steps[name](i)
                 ends.append(time.perf_counter())
-            seconds_of[name].append((ends[-1] - begin) / per_turn)
+            seconds_of[name].append((ends[-1] - begin) / per_turn[name])
             if name == ALONE:
                 each_s += np.diff(ends).tolist()
     ranks = world.comm.allgather_json(seconds_of)
