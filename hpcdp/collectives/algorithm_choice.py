@@ -112,13 +112,9 @@ class Algorithm:
         finally:
             watchdog.leave(watched)
 
-    def bound(self, world: World, call: Call, x: np.ndarray, *further: object) -> Callable[..., bool] | None:
-        """Return `run` for arrays like ``x``, which has run before, as one kernel call; None without such a kernel.
-
-        It returns False if `run` is needed; see `intra_node.BoundExchange.direct_call`.
-        """
-        exchange = None if self.bind is None or world.size == 1 else self.bind(x, *further, world, call)
-        return None if exchange is None else exchange.direct_call(world, call)
+    def bound(self, world: World, call: Call, x: np.ndarray, *further: object) -> intra_node.BoundExchange | None:
+        """Return `run` for arrays like ``x``, which has run before, as one kernel call; None without such a kernel."""
+        return None if self.bind is None or world.size == 1 else self.bind(x, *further, world, call)
 
 
 def reference_allreduce(x: np.ndarray, op: Reduction, comm: Communicator, tag: int) -> Steps:

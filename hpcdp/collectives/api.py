@@ -131,6 +131,9 @@ def iallreduce(
     """
     world = ranks_of(world)
     plan = _planned("iallreduce", x, op, algorithm, world, 0, prescale, postscale)
+    is_plain = out is None and type(x) is np.ndarray and x.flags.carray and protection_of(x) is None
+    if is_plain and (operation := plan.awaited(world, x, flat(x))) is not None:  # type: ignore[arg-type]
+        return operation
     target = x if out is None else receiver("iallreduce", x, out)
     staged = staged_of("iallreduce", target)
 
@@ -200,6 +203,10 @@ def ireduce_scatter(
 ) -> Operation[ArrayT]:
     """Start a `reduce_scatter`, with the same arguments and errors; see `iallreduce`."""
     world = ranks_of(world)
+    if out is not None and splits is None and _are_plain(x, out) and _may_receive_shard(out, x, world):
+        plan = _planned("ireduce_scatter", x, op, algorithm, world, 0, prescale, postscale)
+        if (operation := plan.awaited(world, out, x.reshape(-1), out)) is not None:  # type: ignore[arg-type]
+            return operation
     scatter = _Scatter("ireduce_scatter", x, op, world, algorithm, out, (prescale, postscale), splits)
 
     def steps() -> StepsTo[Array]:
@@ -340,13 +347,17 @@ def iallgather(
     if out is None and algorithm not in data_movement.OF_ONE_LENGTH:
         return data_movement.start("iallgather", world, x, algorithm)
     world = ranks_of(world)
+    if out is not None and _are_plain(x, out) and x.size * world.size == out.size and x.dtype == out.dtype:
+        plan = _planned("iallgather", out.reshape(-1), _MOVED, algorithm, world)
+        is_writeable_out = plan.bound is not None and protection_of(out) is None
+        if is_writeable_out and (operation := plan.awaited(world, out, bytes_of(x), bytes_of(out))) is not None:  # type: ignore[arg-type]
+            return operation
     host, gathered, out = _gathered("iallgather", x, world, out)
     plan = _planned("iallgather", flat(gathered), _MOVED, algorithm, world)
     _own_shard(gathered, host, world)[...] = host.reshape(-1)
 
     def steps() -> StepsTo[Array]:
-        if world.size > 1:
-            yield from plan.algorithm.machine(world, plan.call, flat(gathered))
+        yield from plan.moving(world, flat(gathered))
         if gathered is not out:
             bring_back(gathered, out)
         return out
@@ -407,11 +418,13 @@ def ibroadcast(x: ArrayT, root: int = 0, world: World | None = None, algorithm: 
     root = checked_root("ibroadcast", root, world)
     refuse_change(x, "x", "ibroadcast")
     plan = _planned("ibroadcast", x, _MOVED, algorithm, world, root)
+    is_plain = type(x) is np.ndarray and x.flags.carray
+    if is_plain and (operation := plan.awaited(world, x, bytes_of(x))) is not None:  # type: ignore[arg-type]
+        return operation
     staged = _broadcast_memory(x, world.rank == root)
 
     def steps() -> StepsTo[ArrayT]:
-        if world.size > 1:
-            yield from plan.algorithm.machine(world, plan.call, flat(staged), root)
+        yield from plan.moving(world, flat(staged), root)
         return _received("ibroadcast", staged, x, world.rank == root)
 
     return started("ibroadcast", steps(), staged, world)
@@ -490,6 +503,9 @@ def ireduce(
     world = ranks_of(world)
     root = checked_root("ireduce", root, world)
     plan, staged, target = _rooted("ireduce", x, op, root, world, algorithm, out, prescale, postscale)
+    is_staged = world.rank != root or staged is target
+    if is_staged and (operation := plan.awaited(world, target, flat(staged))) is not None:
+        return operation
 
     def steps() -> StepsTo[ArrayT]:
         yield from plan.machine(world, flat(staged), root)
@@ -533,9 +549,21 @@ class _Plan:
     algorithm: Algorithm
     reduction: Reduction
     call: Call
-    bound: Callable[..., bool] | None = None
-    """`run` or `move` as one kernel call, see `Algorithm.bound`; None before the first call, and without a kernel."""
+    bound: Callable[..., Any] | None = None
+    """`run` or `move` as one kernel call, see `intra_node.BoundExchange.direct_call`; of a nonblocking collective its
+    ``awaited_call``. None before the first call, and without a kernel.
+    """
     has_run: bool = False
+
+    def _bind(self, world: World, *arguments: Any) -> None:
+        """Set `bound` after a first call with ``arguments``."""
+        if self.has_run or type(self) is not _Plan:
+            return
+        self.has_run = True
+        exchange = self.algorithm.bound(world, self.call, *arguments)
+        if exchange is not None:
+            is_started = self.call.operation.startswith("i")
+            self.bound = (exchange.awaited_call if is_started else exchange.direct_call)(world, self.call)
 
     def run(self, world: World, x: np.ndarray, *root: int, result: np.ndarray | None = None) -> None:
         """Reduce ``x``, shape ``(count,)``, in place, or this rank's shard into ``result``.
@@ -551,18 +579,14 @@ class _Plan:
             return
         into = () if result is None else (result,)
         self.algorithm.run(world, self.call, x, *into, self.reduction, *root)
-        if not self.has_run and type(self) is _Plan:
-            self.bound = self.algorithm.bound(world, self.call, x, self.reduction, *root)
-        self.has_run = True
+        self._bind(world, x, self.reduction, *root)
 
     def move(self, world: World, x: np.ndarray, *root: int) -> None:
         """Broadcast ``x``, shape ``(count,)``, or complete it with the shards of all ranks."""
         if self.bound is not None and root and self.bound(world, bytes_of(x)):
             return
         self.algorithm.run(world, self.call, x, *root)
-        if not self.has_run:
-            self.bound = self.algorithm.bound(world, self.call, x, *root)
-        self.has_run = True
+        self._bind(world, x, *root)
 
     def machine(self, world: World, x: np.ndarray, *root: int, result: np.ndarray | None = None) -> Steps:
         """Run `run` as a machine."""
@@ -571,6 +595,17 @@ class _Plan:
             return
         into = () if result is None else (result,)
         yield from self.algorithm.machine(world, self.call, x, *into, self.reduction, *root)
+        self._bind(world, x, self.reduction, *root)
+
+    def moving(self, world: World, x: np.ndarray, *root: int) -> Steps:
+        """Run `move` as a machine."""
+        if world.size > 1:
+            yield from self.algorithm.machine(world, self.call, x, *root)
+            self._bind(world, x, *root)
+
+    def awaited(self, world: World, result: T, *arrays: np.ndarray) -> Operation[T] | None:
+        """Return an operation on contiguous arrays of which the caller waits at once; None for the usual way."""
+        return None if self.bound is None else self.bound(world, lambda: result, None, *arrays)
 
     def _of_one(self, x: np.ndarray, result: np.ndarray | None) -> None:
         if self.reduction.prescale != 1 or self.reduction.postscale != 1:

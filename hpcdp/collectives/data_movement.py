@@ -238,18 +238,40 @@ def run(name: str, world: World | None, x: Any, *arguments: Any, out: Array | No
             return result
     exchange = _EXCHANGES[name](name, world, x, *arguments, out)
     result = run_exchange(exchange, world, x)
-    if key is not None and exchange.moved is not None:
-        known: dict[object, _Repeated | None] = world.keep(_Repeated, dict)
-        if len(known) >= _MOST_REPEATED:
-            known.clear()
-        known[key] = _repeated_of(exchange, world)
+    if key is not None:
+        _remember(key, exchange, world)
     return result
 
 
+def _remember(key: object, exchange: Exchange, world: World) -> None:
+    """Let calls with a key repeat an exchange that has ended."""
+    if exchange.moved is None:
+        return
+    known: dict[object, _Repeated | None] = world.keep(_Repeated, dict)
+    if len(known) >= _MOST_REPEATED:
+        known.clear()
+    known[key] = _repeated_of(exchange, world)
+
+
 def start(name: str, world: World | None, x: Any, *arguments: Any, out: Array | None = None) -> Operation[Any]:
-    """Start an operation of this module, or an allgather, by the name of its nonblocking function."""
+    """Start an operation of this module, or an allgather, by the name of its nonblocking function.
+
+    A repeated call inside a node for which the caller waits at once is one kernel call, as in `run`.
+    """
     world = ranks_of(world)
-    return start_exchange(_EXCHANGES[name.removeprefix("i")](name, world, x, *arguments, out), world, x)
+
+    def make() -> Exchange:
+        return _EXCHANGES[name.removeprefix("i")](name, world, x, *arguments, out)
+
+    key = _key_of(name, x, arguments) if ProgressEngine.of(world).is_awaited else None
+    repeated: _Repeated | None = None if key is None else world.kept.get(_Repeated, _NOTHING).get(key)
+    if repeated is not None and (operation := repeated.run(world, x, out, make)) not in (None, _USUALLY):
+        return operation  # type: ignore[no-any-return]
+    exchange = make()
+    operation = start_exchange(exchange, world, x)
+    if key is not None and exchange.shares(world):
+        operation.add_done_callback(lambda: _remember(key, exchange, world))
+    return operation
 
 
 _NOTHING: dict[object, Any] = {}
@@ -314,6 +336,19 @@ class _RepeatedInMemory(_Repeated):
 
 
 @dataclass(frozen=True)
+class _RepeatedAndAwaited(_Repeated):
+    """A nonblocking one whose exchange is one kernel call, and whose caller waits at once."""
+
+    bound: Callable[..., Operation[Any] | None]
+
+    def _run(self, world: World, sent: np.ndarray, out: np.ndarray, make: Callable[[], Exchange]) -> Any:
+        def usual(ticket: int) -> StepsTo[Any]:
+            return _Movement(make(), world).steps(ticket=ticket)
+
+        return self.bound(world, lambda: self.moved.finish(out), usual, sent, bytes_of(out))
+
+
+@dataclass(frozen=True)
 class _RepeatedByMessages(_Repeated):
     """One whose data are sent along with the counts."""
 
@@ -359,7 +394,11 @@ def _repeated_of(exchange: Exchange, world: World) -> _Repeated | None:
     counts, moved = exchange.moved
     if exchange.shares(world):
         bound = intra_node.bound_exchange(exchange.counts, counts, moved.layout, world, exchange.call)
-        return None if bound is None else _RepeatedInMemory(moved, bound.direct_call(world, exchange.call))
+        if bound is None:
+            return None
+        if exchange.call.operation.startswith("i"):
+            return _RepeatedAndAwaited(moved, bound.awaited_call(world, exchange.call))
+        return _RepeatedInMemory(moved, bound.direct_call(world, exchange.call))
     if exchange.nbytes_of_all is None:
         return None
     numbers = np.array([*exchange.counts, exchange.sent.size], np.int64)
@@ -464,8 +503,11 @@ class _Movement:
         self._tag = 0
         self._progress.prepare(intra_node.prepare if self._shares else exchange.prepare, world, exchange.call)
 
-    def steps(self, blocks: bool = False) -> StepsTo[Any]:
-        """Return the steps of the exchange; with ``blocks`` the first one waits for what other ranks send first."""
+    def steps(self, blocks: bool = False, ticket: int | None = None) -> StepsTo[Any]:
+        """Return the steps of the exchange; with ``blocks`` the first one waits for what other ranks send first.
+
+        With a ``ticket`` the exchange has begun in the memory of the node.
+        """
         # In the first step, during which no other thread starts an operation: the tag is that of this call.
         exchange, calls, call = self._exchange, self._progress.calls, self._exchange.call
         counts = np.array(exchange.counts, np.int64)
@@ -475,8 +517,8 @@ class _Movement:
                 return (yield from self.continued(calls.gather_now(call, numbers)))
             gathering = calls.gather(call, numbers, self._move_gathered)
         elif self._shares:
-            calls.number += 1
-            gathering = intra_node.gather(call, counts, exchange.sent, self._move_counted, self._world)
+            calls.number += ticket is None
+            gathering = intra_node.gather(call, counts, exchange.sent, self._move_counted, self._world, ticket)
         elif exchange.plan_of_messages is not None:
             gathering = calls.largest(call, max(exchange.counts), self._move_messages)
         else:

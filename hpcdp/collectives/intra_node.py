@@ -25,7 +25,7 @@ from .. import kernels
 from ..comm import Reduction, World
 from ..comm.communicator import OPS, Steps, StepsTo, bounds, real_numbers, split
 from ..comm.consistency import Call, Calls, InMemory
-from ..comm.progress import ProgressEngine, run_until_complete
+from ..comm.progress import Operation, ProgressEngine, run_until_complete
 from ..core.arrays import words
 from ..errors import UnsupportedError, WorldAborted
 from .blocks import BlockLayout, Blocks, allgather_layout, broadcast_layout
@@ -71,6 +71,8 @@ class BoundExchange(NamedTuple):
     """``resume(returned, kernel, arrays, call)`` blocks until it is complete after the kernel has returned another
     value; returns False if the ranks have announced other counts than before.
     """
+    not_yet: Callable[[int, Call], Steps]
+    """``not_yet(returned, call)`` waits, as an algorithm, after the kernel has returned another value."""
     calls: InMemory
 
     def direct_call(self, world: World, call: Call) -> Callable[..., bool]:
@@ -79,7 +81,7 @@ class BoundExchange(NamedTuple):
         It returns False if the call must be made in the usual way. Everything that does not change from call to call is
         looked up here. The watchdog sees a call only if it waits longer than the kernel does, a fraction of a second.
         """
-        kernel, done, resume, memory = self
+        kernel, done, resume, _, memory = self
         progress = ProgressEngine.of(world)
         watchdog, calls, active = progress.watchdog, progress.calls, progress.active
 
@@ -105,6 +107,50 @@ class BoundExchange(NamedTuple):
             return False
 
         return run
+
+    def awaited_call(self, world: World, call: Call) -> Callable[..., Operation[Any] | None]:
+        """Return a function that makes a repeated nonblocking ``call`` for a caller that waits at once.
+
+        ``start(world, finish, usual, *arrays)`` returns the operation, which is complete if all ranks arrive while the
+        kernel polls; its result is ``finish()``. The steps ``usual(ticket)`` go on if ranks announce other counts than
+        before. It returns None if the call must be made in the usual way.
+        """
+        kernel, done, _, not_yet, memory = self
+        changed = memory.exchange.CHANGED
+        progress = ProgressEngine.of(world)
+        watchdog, calls, active, name = progress.watchdog, progress.calls, progress.active, call.operation
+
+        def rest(met: int, ticket: int, finish: Callable[[], T], usual: Any, arrays: Any) -> StepsTo[T]:
+            try:
+                while met not in (done, changed):
+                    yield from not_yet(met, call)
+                    met = kernel(*arrays)
+            finally:
+                if met != changed:
+                    memory.end()
+            return finish() if met == done else (yield from usual(ticket))
+
+        def start(world: World, finish: Callable[[], T], usual: Any, *arrays: np.ndarray) -> Operation[T] | None:
+            if not progress.is_awaited or world.meetings or not progress.turn.acquire(blocking=False):
+                return None
+            try:
+                if active.running:
+                    return None
+                calls.number += 1
+                ticket = memory.begin()
+                memory.spin()
+                met = kernel(*arrays)
+                memory.wait_shortly(False)
+                if met == done:
+                    memory.end()
+                    watchdog.calls += 1
+                    return progress.ended(name, finish())
+            finally:
+                progress.turn.release()
+            with watchdog.watching(name, arrays[0]):
+                return progress.start(name, rest(met, ticket, finish, usual, arrays), arrays[0])
+
+        return start
 
 
 class _Staging:
@@ -153,19 +199,21 @@ class _Staging:
 
     def bound(self, exchange: Exchange | None) -> BoundExchange | None:
         """Return an exchange ready to be called; None for None."""
-        return None if exchange is None else BoundExchange(exchange, self._done, self._resume, self._calls)
+        return (
+            None if exchange is None else BoundExchange(exchange, self._done, self._resume, self._not_yet, self._calls)
+        )
 
     def bound_sum(self, x: np.ndarray, op: Reduction, call: Call) -> BoundExchange | None:
         """Return the exchange that reduces arrays like ``x`` by one kernel call; None if there is none."""
         return self.bound(self._sums_of(x, op, call))
 
-    def bound_shard(self, x: np.ndarray, op: Reduction, call: Call) -> BoundExchange | None:
-        """Return the exchange that sums this rank's shard of arrays like ``x``; None if there is none."""
+    def shards_of(self, x: np.ndarray, op: Reduction, call: Call) -> Exchange | None:
+        """Return the kernel ``sum(x, out)`` of this rank's shard of arrays like ``x``; None if there is none."""
         staging = self._sums.get(x.dtype) if op.name in ("sum", "mean") else None
         if staging is None:
             return None
         where = staging, self._counters, self._state, call.signature
-        return self.bound(partial(self._exchange.sum_to_owners, *where, *op.factors(self._memory.size)))
+        return partial(self._exchange.sum_to_owners, *where, *op.factors(self._memory.size))
 
     def _run(self, exchange: Exchange, arrays: tuple[np.ndarray, ...], call: Call) -> None:
         """Run an exchange to its end, blocking."""
@@ -191,21 +239,26 @@ class _Staging:
         none, known = np.empty(0, np.int64), np.empty((self._memory.size, 0), np.int64)
         return partial(self._exchange.exchange_again, none, known, *self._move_arguments(layout, call))
 
-    def run_now(self, exchange: Exchange, x: np.ndarray, call: Call) -> None:
-        """Run an exchange of ``x`` to its end, blocking; nothing else may be in progress."""
-        self._run(exchange, (x,), call)
+    def run_now(self, exchange: Exchange, call: Call, *arrays: np.ndarray) -> None:
+        """Run an exchange of arrays to its end, blocking; nothing else may be in progress."""
+        self._run(exchange, arrays, call)
 
-    def run(self, exchange: Exchange, x: np.ndarray, call: Call) -> Steps:
+    def run(self, exchange: Exchange, call: Call, *arrays: np.ndarray) -> Steps:
         """Run `run_now` as a machine."""
         yield from self._calls.turn(self._calls.begin(), patient=False)
         try:
-            while (met := exchange(x)) != self._done:
+            while (met := exchange(*arrays)) != self._done:
                 yield from self._not_yet(met, call)
         finally:
             self._calls.end()
 
     def gather(
-        self, call: Call, counts: np.ndarray, sent: np.ndarray, then: Callable[[np.ndarray], StepsTo[T]]
+        self,
+        call: Call,
+        counts: np.ndarray,
+        sent: np.ndarray,
+        then: Callable[[np.ndarray], StepsTo[T]],
+        ticket: int | None = None,
     ) -> StepsTo[T]:
         """Return resumable steps that compare ``call``, gather every rank's ``counts``, and continue.
 
@@ -214,8 +267,9 @@ class _Staging:
             counts: shape ``(k,)``, int64; k is equal on all ranks that make the same call.
             sent: shape ``(nbytes,)``, uint8: the data of this rank that `exchange` moves next, or not at all.
             then: returns the steps that follow, given shape ``(n, k)``, the counts by rank.
+            ticket: that of the exchange if it has begun.
         """
-        return self._gathered(call, counts, sent, then, self._calls.begin())
+        return self._gathered(call, counts, sent, then, self._calls.begin() if ticket is None else ticket)
 
     def _gathered(
         self, call: Call, counts: np.ndarray, sent: np.ndarray, then: Callable[[np.ndarray], StepsTo[T]], ticket: int
@@ -370,7 +424,7 @@ def bound_reduce(x: np.ndarray, op: Reduction, root: int, world: World, call: Ca
 
 def bound_reduce_scatter(x: np.ndarray, op: Reduction, world: World, call: Call) -> BoundExchange | None:
     """Return the exchange ``kernel(x, out)`` that is a `reduce_scatter` of arrays like ``x``, which stay unchanged."""
-    return _staging_of(world).bound_shard(x, op, call)
+    return _staging_of(world).bound(_staging_of(world).shards_of(x, op, call))
 
 
 def bound_broadcast(x: np.ndarray, root: int, world: World, call: Call) -> BoundExchange | None:
@@ -390,16 +444,24 @@ def allreduce_steps(x: np.ndarray, op: Reduction, world: World, call: Call) -> S
 
 
 def reduce_scatter(x: np.ndarray, out: np.ndarray, op: Reduction, world: World, call: Call) -> None:
-    """Reduce ``x``, shape ``(count,)``, over all ranks, with this rank's shard in ``out``; ``x`` is overwritten.
+    """Reduce ``x``, shape ``(count,)``, over all ranks, with this rank's shard in ``out``.
 
-    The other shards are written back, too, which is faster inside a node than leaving them out.
+    ``x`` is overwritten if there is no kernel for its dtype and reduction.
     """
+    exchange = _staging_of(world).shards_of(x, op, call)
+    if exchange is not None:
+        _staging_of(world).run_now(exchange, call, x, out)
+        return
     allreduce(x, op, world, call)
     out[...] = split(x, world.size)[world.rank]
 
 
 def reduce_scatter_steps(x: np.ndarray, out: np.ndarray, op: Reduction, world: World, call: Call) -> Steps:
     """Run `reduce_scatter` as a machine."""
+    exchange = _staging_of(world).shards_of(x, op, call)
+    if exchange is not None:
+        yield from _staging_of(world).run(exchange, call, x, out)
+        return
     yield from allreduce_steps(x, op, world, call)
     out[...] = split(x, world.size)[world.rank]
 
@@ -411,22 +473,22 @@ def reduce(x: np.ndarray, op: Reduction, root: int, world: World, call: Call) ->
 
 def broadcast(x: np.ndarray, root: int, world: World, call: Call) -> None:
     """Overwrite ``x``, shape ``(count,)``, on all ranks with the values of ``root``."""
-    _staging_of(world).run_now(_broadcasting(x, root, world, call), _bytes_of(x), call)
+    _staging_of(world).run_now(_broadcasting(x, root, world, call), call, _bytes_of(x))
 
 
 def allgather(out: np.ndarray, world: World, call: Call) -> None:
     """Complete ``out``, shape ``(count,)``, in which every rank has written its shard."""
-    _staging_of(world).run_now(_allgathering(out, world, call), _bytes_of(out), call)
+    _staging_of(world).run_now(_allgathering(out, world, call), call, _bytes_of(out))
 
 
 def broadcast_steps(x: np.ndarray, root: int, world: World, call: Call) -> Steps:
     """Return `broadcast` as a machine."""
-    return _staging_of(world).run(_broadcasting(x, root, world, call), _bytes_of(x), call)
+    return _staging_of(world).run(_broadcasting(x, root, world, call), call, _bytes_of(x))
 
 
 def allgather_steps(out: np.ndarray, world: World, call: Call) -> Steps:
     """Return `allgather` as a machine."""
-    return _staging_of(world).run(_allgathering(out, world, call), _bytes_of(out), call)
+    return _staging_of(world).run(_allgathering(out, world, call), call, _bytes_of(out))
 
 
 def _broadcasting(x: np.ndarray, root: int, world: World, call: Call) -> Exchange:
@@ -450,10 +512,15 @@ def reduce_steps(x: np.ndarray, op: Reduction, root: int, world: World, call: Ca
 
 
 def gather(
-    call: Call, counts: np.ndarray, sent: np.ndarray, then: Callable[[np.ndarray], StepsTo[T]], world: World
+    call: Call,
+    counts: np.ndarray,
+    sent: np.ndarray,
+    then: Callable[[np.ndarray], StepsTo[T]],
+    world: World,
+    ticket: int | None = None,
 ) -> StepsTo[T]:
     """Return resumable steps that gather every rank's counts and continue; see `_Staging.gather`."""
-    return _staging_of(world).gather(call, counts, sent, then)
+    return _staging_of(world).gather(call, counts, sent, then, ticket)
 
 
 def exchange(blocks: Blocks, world: World, call: Call) -> Steps:

@@ -87,6 +87,8 @@ def isend(x: Array, dest: int, tag: int = 0, world: World | None = None) -> Oper
     """Start a `send`, with the same arguments and errors; ``x`` may not change before the end."""
     world = ranks_of(world)
     requests, dest = _sent(x, dest, tag, world)
+    if not requests:
+        return ProgressEngine.of(world).ended("send", None)
     return ProgressEngine.of(world).start(f"send to rank {dest}", _when_complete(requests), x, [dest])
 
 
@@ -213,20 +215,22 @@ class _Known(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    now: Callable[[np.ndarray], int | None]
+    now: Callable[[np.ndarray, int], int | None]
     """See `Mailbox.receiver`."""
+    spins: int
+    """Polls of a blocking call."""
     waiting: deque[_Receive]
     """Earlier receives with the tag, to which the message may belong."""
     active: TaskGroup
     """Operations in progress, which a kernel would hold up."""
 
-    def run(self, out: Array | None, source: int | None) -> Any:
+    def run(self, out: Array | None, source: int | None, blocks: bool = True) -> Any:
         """Return what `recv` returns, from one kernel; None if the usual way is needed."""
-        if self.waiting or self.active.running:
+        if self.waiting or (blocks and self.active.running):
             return None
         if out is None:
             out = np.empty(self.shape, self.dtype)
-        sender = self.now(out.reshape(-1).view(np.uint8))
+        sender = self.now(out.reshape(-1).view(np.uint8), self.spins if blocks else 0)
         if sender is None:
             return None
         return out if source is not None else (out, sender)
@@ -246,6 +250,9 @@ def irecv(out: ArrayT, source: None, tag: int = 0, world: World | None = None) -
 def irecv(out: Array | None = None, source: int | None = 0, tag: int = 0, world: World | None = None) -> Operation[Any]:
     """Start a `recv`, with the same arguments and errors; ``wait()`` returns its result."""
     world = ranks_of(world)
+    known = _known_receive(out, source, tag, world)
+    if known is not None and (received := known.run(out, source, blocks=False)) is not None:
+        return ProgressEngine.of(world).ended("recv", received)
     receiving = _Receiving(out, source, tag, world)
     return ProgressEngine.of(world).start(receiving.name, receiving.steps(), out, receiving.peers)
 
@@ -277,27 +284,26 @@ class _Receiving:
         """Receive, blocking, while messages are ``sent``; return what `recv` returns."""
         progress = ProgressEngine.of(self._world)
         if not progress.active.running and self._is_here_soon():
-            received = self.result()
-        else:
-            received = progress.run(self.name, self.steps(sent), self._out, self.peers)
-        self._remember(received if self._source is not None else received[0], progress.active)
-        return received
+            return self.result()
+        return progress.run(self.name, self.steps(sent), self._out, self.peers)
 
-    def _remember(self, received: Array, active: TaskGroup) -> None:
+    def _remember(self, received: Array) -> None:
         """Let a kernel receive arrays like this one from now on."""
         mailbox = _mailbox_of(self._world, self._source)
         if mailbox is None or type(received) is not np.ndarray or not received.flags.carray:
             return
         known: dict[object, _Known] = self._world.keep(_known_receive, dict)
-        if len(known) >= _MOST_KNOWN:
-            known.clear()
         shape, dtype, is_short = received.shape, received.dtype, received.nbytes <= SHORT_IN_NODE_NBYTES
         anonymous = self._out is None
-        header = _header(received, kind_number(None) if anonymous else _ANY, _WITHIN if is_short else _OFFERED)
-        spins = _KERNEL_SPINS if self._spins else 0
-        now = mailbox.receiver(self._source, self._tag, header, not is_short, spins)
         key = (self._source, self._tag) if anonymous else (self._source, self._tag, shape, dtype)
-        known[key] = _Known(shape, dtype, now, self._inbox.waiting, active)
+        if key in known and not anonymous:
+            return
+        if len(known) >= _MOST_KNOWN:
+            known.clear()
+        header = _header(received, kind_number(None) if anonymous else _ANY, _WITHIN if is_short else _OFFERED)
+        now = mailbox.receiver(self._source, self._tag, header, not is_short)
+        active = ProgressEngine.of(self._world).active
+        known[key] = _Known(shape, dtype, now, _KERNEL_SPINS if self._spins else 0, self._inbox.waiting, active)
 
     def _is_here_soon(self) -> bool:
         """Start it; return whether a short message for it arrives while this thread spins, as most do."""
@@ -335,7 +341,9 @@ class _Receiving:
     def result(self) -> Any:
         """Return what `recv` returns, when the data are here."""
         assert self._receive is not None
-        return self._receive.result(with_sender=self._source is None)
+        received = self._receive.result(with_sender=self._source is None)
+        self._remember(received if self._source is not None else received[0])
+        return received
 
 
 def _testing(requests: Sequence[Request], test: Callable[[], bool]) -> Callable[[], bool]:

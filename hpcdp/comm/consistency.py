@@ -452,6 +452,11 @@ class InMemory:
         if not self.is_patient:
             self.state[self.exchange.SPINS], self.state[self.exchange.SLEEP_NS] = _SHORT_WAIT if waits else (0, 0)
 
+    def spin(self) -> None:
+        """Let kernels that return at once poll as often as those of a blocking call before that; see `wait_shortly`."""
+        self.be_patient(False)
+        self.state[self.exchange.SPINS] = self.memory.patience[0]
+
     def difference(self, call: Call) -> Steps:
         """Raise the error for ranks that have made different calls; all ranks must run it.
 

@@ -137,25 +137,25 @@ class Mailbox:
         self._can_offer &= is_read
 
     def receiver(
-        self, source: int | None, tag: int, header: np.ndarray, is_offered: bool, spins: int
-    ) -> Callable[[np.ndarray], int | None]:
-        """Return a function ``receive(data)`` for messages with one header.
+        self, source: int | None, tag: int, header: np.ndarray, is_offered: bool
+    ) -> Callable[[np.ndarray, int], int | None]:
+        """Return a function ``receive(data, spins)`` for messages with one header.
 
-        It polls ``spins`` times and returns the sender, a rank of the world, or None if no message has arrived, or
-        another one first, for `take`. ``data``, shape ``(nbytes,)``, dtype uint8, get the rest of the message.
+        It polls ``spins`` times, each 15 to 50 ns, and returns the sender, a rank of the world, or None if no message
+        has arrived, or another one first, for `take`. ``data``, shape ``(nbytes,)``, dtype uint8, get the rest of the
+        message.
 
         Args:
             source: the sender, a rank of the world in the node, or None for any.
             tag: as for `sender`.
             header: shape ``(k,)``, int64; -1 stands for any number.
             is_offered: whether the data are an `offer`.
-            spins: the number of polls, of 15 to 50 ns each.
         """
         local, receive = -1 if source is None else self.local_of[source], self._kernels.receive
         queue, answers, lock, ranks, arrived = self._mine, self._answers, self._taking, self._ranks, self._arrived
         offer_words = OFFER_WORDS if is_offered else 0
 
-        def receive_now(data: np.ndarray) -> int | None:
+        def receive_now(data: np.ndarray, spins: int) -> int | None:
             if not lock.acquire(blocking=False):
                 return None
             try:
@@ -185,6 +185,10 @@ class Mailbox:
                         del self._arrived[tag]
                     return self._ranks[sender], message
         return None
+
+    def spin(self) -> bool:
+        """Poll without the GIL for a message, as long as a blocking receive does; return whether one is here."""
+        return bool(self._kernels.await_message(self._mine, int(self._memory.patience[0])))
 
     def empty(self) -> None:
         """Move the messages of this rank's queue to those that have arrived, unless another thread does."""

@@ -23,6 +23,7 @@ from ..engine.engine import ADVANCED
 from ..errors import UnsupportedError
 from .communicator import LANE_BITS, OPERATION_BITS, Request, Steps, StepsTo, make_tag, split, wait_for
 from .consistency import Call, Calls
+from .mailbox import Mailbox
 from .watchdog import OWN, Watchdog
 from .world import World, weakly
 
@@ -270,11 +271,15 @@ class ProgressEngine:
         """The operations in progress."""
         self._over: deque[Operation[Any]] = deque()
         """Operations that are over, and whose callbacks have not been called."""
-        self._turn = threading.RLock()
+        self.turn = threading.RLock()
         """Held by the thread that advances `active`: worlds may be used by different threads."""
         self._round = 0
         self._world = weakref.ref(world)
+        self._mailbox: Mailbox | None = world.kept.get(Mailbox)
         self._has_lane = self._is_polled = False
+        self.is_awaited = False
+        """True while operations are started that the caller waits for at once: they poll for other ranks of the node in
+        the kernels before they wake the progress lane."""
         self._all: list[weakref.ref[ProgressEngine]] = world.common.setdefault(ProgressEngine, [])
         self._all[:] = [reference for reference in self._all if reference() is not None]
         self._all.append(weakref.ref(self))
@@ -307,6 +312,12 @@ class ProgressEngine:
             self.calls.agree(call)
             make(world)
             self.prepared.add(make)
+
+    def ended(self, name: str, value: T) -> Operation[T]:
+        """Return an operation that is complete, with its result."""
+        operation: Operation[T] = Operation((name,), _yes, _yes, self.watchdog)
+        operation.value, operation.is_over = value, True
+        return operation
 
     def start(self, name: str, steps: StepsTo[T], x: object, peers: Sequence[int] | None = None) -> Operation[T]:
         """Start an algorithm. It progresses on the world's progress lane, and whenever any request of it is tested.
@@ -350,8 +361,15 @@ class ProgressEngine:
 
         call = (f"wait for {name}", x) if peers is None else (name, x, list, OWN, *peers)
         operation: Operation[T] = Operation(call, test, has_ended, self.watchdog)
-        with self._turn:
-            self.active.add(to_its_end())
+        memory = self.calls.memory if self.is_awaited else None
+        with self.turn:
+            if memory is not None:
+                memory.spin()
+            try:
+                self.active.add(to_its_end())
+            finally:
+                if memory is not None:
+                    memory.wait_shortly(False)
             if not ended and not self._is_polled:
                 self._poll_on_lane()
         self._call_back()
@@ -381,8 +399,28 @@ class ProgressEngine:
         if self.active.running:
             wait_for(self._go_on)
 
+    def spin(self) -> None:
+        """Advance the operations of this world, and poll for other ranks of the node, without the GIL, if none ends.
+
+        For a thread that waits for one of them, with a core of its own. It returns at once if another thread advances
+        them.
+        """
+        memory, mailbox = self.calls.memory, self._mailbox
+        if not self.turn.acquire(blocking=False):
+            return
+        try:
+            if memory is not None:
+                memory.spin()
+            if not self.active.test() and mailbox is not None and mailbox.spin():
+                self.active.test()
+        finally:
+            if memory is not None:
+                memory.wait_shortly(False)
+            self.turn.release()
+            self._call_back()
+
     def _poll_on_lane(self) -> None:
-        """Wake the progress lane; the caller holds `_turn`."""
+        """Wake the progress lane; the caller holds `turn`."""
         world = self._world()
         if world is None or not world.concurrent:
             return
@@ -396,7 +434,7 @@ class ProgressEngine:
 
     def _poll(self) -> object:
         """Advance the operations of this world, on the lane; return whether some are in progress, or `ADVANCED`."""
-        if not self._turn.acquire(blocking=False):
+        if not self.turn.acquire(blocking=False):
             return True
         memory = self.calls.memory
         try:
@@ -408,7 +446,7 @@ class ProgressEngine:
         finally:
             if memory is not None:
                 memory.wait_shortly(False)
-            self._turn.release()
+            self.turn.release()
             self._call_back()
 
     def _stages(self) -> int:
@@ -418,18 +456,22 @@ class ProgressEngine:
         """Advance every algorithm, also of other worlds; return whether all of this world's have ended."""
         for reference in self._all:
             progress = reference()
-            if progress is not None and progress.active.running and progress._turn.acquire(blocking=False):
+            if progress is not None and progress.active.running and progress.turn.acquire(blocking=False):
                 try:
                     progress.active.test()
                 finally:
-                    progress._turn.release()
+                    progress.turn.release()
                     progress._call_back()
         return not self.active.running
 
     def _call_back(self) -> None:
-        """Run the callbacks of operations that are over; not while `_turn` is held, since they may start operations."""
+        """Run the callbacks of operations that are over; not while `turn` is held, since they may start operations."""
         while (operation := _next(self._over)) is not None:
             operation.run_callbacks()
+
+
+def _yes() -> bool:
+    return True
 
 
 def _next(queue: deque[T]) -> T | None:

@@ -180,6 +180,16 @@ def receive(queue, answers, source, tag, header, offer, data, spins):  # type: i
 
 
 @kernel()
+def await_message(queue, spins):  # type: ignore[no-untyped-def]
+    """Poll ``spins`` times until there is a message in this rank's queue, shape as for `push`; return whether it is."""
+    for _ in range(spins):
+        if load(queue, TAIL) != queue[HEAD]:
+            return True
+        _pause()
+    return False
+
+
+@kernel()
 def pop(queue, message, facts):  # type: ignore[no-untyped-def]
     """Remove the first record of this rank's queue.
 

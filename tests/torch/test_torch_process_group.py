@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -271,6 +272,55 @@ def test_blocking_and_started_calls_match():
         if work is not None:
             work.wait()
         assert torch.equal(x, torch.stack(everyone()).sum(0))
+
+
+def test_repeated_calls_match_if_some_ranks_are_late_or_do_not_wait_at_once():
+    me, n = dist.get_rank(), dist.get_world_size()
+    total = torch.stack(everyone((n, 4))).sum(0)
+    for step in range(24):
+        is_async = (step // 3 + me) % 3 == 0
+        pending = dist.irecv(torch.empty(1), (me - 1) % n, tag=7) if is_async and n > 1 else None
+
+        def run(call, *args, late=step % 5 == me, is_async=is_async, **kwargs):
+            if late:
+                time.sleep(0.003)  # longer than the kernels poll
+            work = call(*args, async_op=is_async, **kwargs)
+            if is_async:
+                work.wait()
+
+        x = of(me, (n, 4))
+        run(dist.all_reduce, x)
+        assert torch.equal(x, total), step
+        x = of(me, (n, 4))
+        run(dist.broadcast, x, step % n)
+        assert torch.equal(x, of(step % n, (n, 4))), step
+        x = of(me, (n, 4))
+        run(dist.reduce, x, n - 1)
+        assert torch.equal(x, total if me == n - 1 else of(me, (n, 4))), step
+        out = torch.empty(4)
+        run(dist.reduce_scatter_tensor, out, of(me, (n, 4)).flatten())
+        assert torch.equal(out, total[me]), step
+        out = torch.empty(4 * n, n)
+        run(dist.all_gather_into_tensor, out, of(me, (4, n)))
+        assert torch.equal(out, torch.cat(everyone((4, n)))), step
+        out = torch.empty(n, 4)
+        run(dist.all_to_all_single, out, of(me, (n, 4)))
+        assert torch.equal(out, torch.stack([x[me] for x in everyone((n, 4))])), step
+        rows = [1 + (rank + step // 8) % 3 for rank in range(n)]  # the same for eight calls
+        outs = [torch.empty(count, 2) for count in rows] if me == 0 else None
+        run(dist.gather, torch.full((rows[me], 2), float(me)), outs, 0)
+        assert outs is None or all((x == rank).all() for rank, x in enumerate(outs)), step
+        out = torch.empty(rows[me], 2)
+        run(dist.scatter, out, [torch.full((count, 2), 1.0 * step) for count in rows] if me == 0 else None, 0)
+        assert (out == step).all(), step
+        run(dist.barrier)
+        if n > 1:
+            sent = dist.isend(torch.ones(1), (me + 1) % n, tag=7)
+            if pending is None:
+                dist.recv(torch.empty(1), (me - 1) % n, tag=7)
+            else:
+                pending.wait()
+            sent.wait()
 
 
 def test_groups_used_by_several_threads():
