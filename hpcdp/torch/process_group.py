@@ -225,7 +225,7 @@ class Work(dist._Work):  # type: ignore[misc]
             for operation in self._operations:
                 self._wait_for(operation, deadline, limit_s)
             while not self._is_over:  # another thread completed the last operation, and is unpacking it
-                time.sleep(0)
+                self._ends_within(_LOOK_S)
         if self._error is not None:
             raise _as_runtime_error(self._error)
         return True
