@@ -1,9 +1,9 @@
 """Messages between two ranks, of arrays whose shape and dtype the receiver need not know.
 
 A message says the shape and dtype of its array. It carries short data as well. Longer data follow in a message of their
-own, which is received in place; a receiver in the sender's node reads them in the sender's memory instead
-(`comm.mailbox`). Messages from one rank with one tag arrive in the order in which they were sent, whichever of
-them is waited for first, and go to the first receive that was started for them.
+own, which is received in place; inside a node both ranks copy them from process to process instead (`comm.mailbox`).
+Messages from one rank with one tag arrive in the order in which they were sent, whichever of them is waited for first,
+and go to the first receive that was started for them.
 
 A blocking call for arrays like those of an earlier one is a single compiled call if the other rank is in the node.
 """
@@ -20,7 +20,7 @@ import numpy as np
 
 from ..comm import World
 from ..comm.communicator import COMPLETE, OPERATION_BITS, Communicator, PolledRequest, Request, StepsTo, make_tag
-from ..comm.mailbox import OFFER_WORDS, SPINS, YIELDS, Mailbox
+from ..comm.mailbox import KERNEL_SPINS, SPINS, YIELDS, Mailbox, OfferedData
 from ..comm.progress import Operation, ProgressEngine, TaskGroup
 from ..core.arrays import Array, dtype_of_char, in_kind_of_sender, kind_number
 from ..core.checks import whole_number
@@ -39,7 +39,7 @@ from .staging import (
     ranks_of,
 )
 
-SHORT_NBYTES, SHORT_IN_NODE_NBYTES = 8 << 10, 64 << 10
+SHORT_NBYTES, SHORT_IN_NODE_NBYTES = 8 << 10, 48 << 10
 """The longest data that the message with the shape carries, by MPI and inside a node: they are copied, but need no
 second message, and no answer of the receiver.
 """
@@ -49,15 +49,13 @@ _MOST_TAG = (1 << _TAG_BITS) - 1
 _DTYPE, _KIND, _AXES, _DATA, _SHAPE = range(5)
 """Words of a message: the dtype, the kind (`kind_number`), the axes, where the data are, and then the shape."""
 _WITHIN, _FOLLOW, _OFFERED = range(3)
-"""Places of the data: in the message, in the next one, or in the memory of the sender (`Mailbox.offer`)."""
+"""Places of the data: in the message, in the next one, or in the memory of the sender (`Mailbox.offerer`)."""
 _ANY = -1
 _WORD, _MOST_AXES = 8, 64
-_MOST_HEADER = _WORD * (_SHAPE + _MOST_AXES + OFFER_WORDS)
+_MOST_HEADER = _WORD * (_SHAPE + _MOST_AXES + 1)
 """The longest message without data."""
 _MOST_KNOWN = 4096
 """The most kinds of messages whose calls a rank keeps."""
-_KERNEL_SPINS = 10_000
-"""Polls for a message in a kernel, some 0.3 ms."""
 
 
 @accepts_tensors
@@ -78,7 +76,7 @@ def send(x: Array, dest: int, tag: int = 0, world: World | None = None) -> None:
         ConfigError: the tag is not valid.
     """
     world = ranks_of(world)
-    requests, dest = _sent(x, dest, tag, world)
+    requests, dest = _sent(x, dest, tag, world, may_poll=True)
     _wait_for_sent(requests, x, dest, world)
 
 
@@ -92,14 +90,17 @@ def isend(x: Array, dest: int, tag: int = 0, world: World | None = None) -> Oper
     return ProgressEngine.of(world).start(f"send to rank {dest}", _when_complete(requests), x, [dest])
 
 
-def _sent(x: Array, dest: int, tag: int, world: World) -> tuple[list[Request], int]:
-    """Start the messages with ``x``; return their requests, which keep the sent memory alive, and the receiver."""
-    known: dict[object, Callable[[np.ndarray], list[Request]]] = world.keep(_sent, dict)
+def _sent(x: Array, dest: int, tag: int, world: World, may_poll: bool = False) -> tuple[list[Request], int]:
+    """Start the messages with ``x``; return their requests, which keep the sent memory alive, and the receiver.
+
+    With ``may_poll``, poll for the receiver of long data in a kernel, see `Mailbox.offerer`.
+    """
+    known: dict[object, Callable[[np.ndarray, bool], list[Request]]] = world.keep(_sent, dict)
     key = None
     if type(x) is np.ndarray and x.flags.carray and type(dest) is int and type(tag) is int:
         key = dest, tag, x.shape, x.dtype, kind_of_call()
         if (send := known.get(key)) is not None:
-            return send(x), dest
+            return send(x, may_poll), dest
     dest, tag = checked_root("send", dest, world, "dest"), _checked_tag("send", tag)
     host = movable("send", x)
     send = _sender_of(host, dest, tag, world)
@@ -107,7 +108,7 @@ def _sent(x: Array, dest: int, tag: int, world: World) -> tuple[list[Request], i
         if len(known) >= _MOST_KNOWN:
             known.clear()
         known[key] = send
-    return send(host), dest
+    return send(host, may_poll), dest
 
 
 def _header(x: np.ndarray, kind: int, data: int) -> np.ndarray:
@@ -115,15 +116,15 @@ def _header(x: np.ndarray, kind: int, data: int) -> np.ndarray:
     return np.array([ord(x.dtype.char), kind, x.ndim, data, *x.shape])
 
 
-def _sender_of(x: np.ndarray, dest: int, tag: int, world: World) -> Callable[[np.ndarray], list[Request]]:
-    """Return a function that sends arrays like ``x``, contiguous and in host memory, and returns the requests."""
+def _sender_of(x: np.ndarray, dest: int, tag: int, world: World) -> Callable[[np.ndarray, bool], list[Request]]:
+    """Return a function ``send(x, may_poll)`` for arrays like ``x``, contiguous and in host memory; see `_sent`."""
     comm, mailbox, kind = world.comm, _mailbox_of(world, dest), kind_number(kind_of_call())
     is_short = x.nbytes <= (SHORT_NBYTES if mailbox is None else SHORT_IN_NODE_NBYTES)
     number, data_number = (_tag(comm, tag, is_data) for is_data in (0, 1))
     header = _header(x, kind, _WITHIN if is_short else _FOLLOW)
     head = header.tobytes()
 
-    def by_mpi(x: np.ndarray) -> list[Request]:
+    def by_mpi(x: np.ndarray, may_poll: bool) -> list[Request]:
         data = [] if is_short else [comm.isend(bytes_of(x), dest, data_number)]
         message = np.frombuffer(head + x.tobytes() if is_short else head, np.uint8)
         return [*data, comm.isend_whole(message, dest, number)]
@@ -132,18 +133,20 @@ def _sender_of(x: np.ndarray, dest: int, tag: int, world: World) -> Callable[[np
         return by_mpi
     send, nothing = mailbox.sender(dest, tag), np.empty(0, np.uint8)
 
-    def by_copy(x: np.ndarray) -> list[Request]:
+    def by_copy(x: np.ndarray, may_poll: bool) -> list[Request]:
         request = send(header, x.reshape(-1).view(np.uint8))
         return [] if request is None else [request]
 
-    offered = _header(x, kind, _OFFERED)
+    send_data, active = partial(comm.isend, dest=dest, tag=data_number), ProgressEngine.of(world).active
+    offer = mailbox.offerer(dest, tag, _header(x, kind, _OFFERED), send_data)
 
-    def by_offer(x: np.ndarray) -> list[Request]:
-        data = bytes_of(x)
-        send_data = partial(comm.isend, data, dest, data_number)
-        offer = mailbox.offer(data, send_data)
-        request = send(header if offer is None else np.concatenate([offered, offer.words]), nothing)
-        return [send_data() if offer is None else offer, *([] if request is None else [request])]
+    def by_offer(x: np.ndarray, may_poll: bool) -> list[Request]:
+        data = x.reshape(-1).view(np.uint8)
+        requests = offer(data, may_poll and not active.running)
+        if requests is None:
+            message = send(header, nothing)
+            requests = [send_data(data)] if message is None else [send_data(data), message]
+        return requests
 
     return by_copy if is_short else by_offer
 
@@ -160,8 +163,9 @@ def _wait_for_sent(requests: list[Request], x: Array, dest: int, world: World) -
         ProgressEngine.of(world).run(f"send to rank {dest}", _when_complete(requests), x, [dest])
 
 
-def _when_complete(requests: list[Request]) -> StepsTo[None]:
+def _when_complete(requests: list[Request], value: Any = None) -> StepsTo[Any]:
     yield requests
+    return value
 
 
 @overload
@@ -193,8 +197,8 @@ def recv(out: Array | None = None, source: int | None = 0, tag: int = 0, world: 
     """
     world = ranks_of(world)
     known = _known_receive(out, source, tag, world)
-    if known is not None and (received := known.run(out, source)) is not None:
-        return received
+    if known is not None and (taken := known.take(out, source)) is not None:
+        return taken.wait(world)
     return _Receiving(out, source, tag, world).run()
 
 
@@ -215,7 +219,7 @@ class _Known(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    now: Callable[[np.ndarray, int], int | None]
+    now: Callable[[np.ndarray, int, OfferedData | None], tuple[int, Request] | None]
     """See `Mailbox.receiver`."""
     spins: int
     """Polls of a blocking call."""
@@ -224,16 +228,44 @@ class _Known(NamedTuple):
     active: TaskGroup
     """Operations in progress, which a kernel would hold up."""
 
-    def run(self, out: Array | None, source: int | None, blocks: bool = True) -> Any:
-        """Return what `recv` returns, from one kernel; None if the usual way is needed."""
+    def take(
+        self, out: Array | None, source: int | None, blocks: bool = True, sent: Sequence[Request] = ()
+    ) -> _Taken | None:
+        """Take a message by one kernel, while messages are ``sent``; return None if the usual way is needed."""
         if self.waiting or (blocks and self.active.running):
             return None
         if out is None:
             out = np.empty(self.shape, self.dtype)
-        sender = self.now(out.reshape(-1).view(np.uint8), self.spins if blocks else 0)
-        if sender is None:
+        own = sent[0] if sent and type(sent[0]) is OfferedData else None
+        taken = self.now(out.reshape(-1).view(np.uint8), self.spins if blocks else 0, own)
+        if taken is None:
             return None
-        return out if source is not None else (out, sender)
+        sender, request = taken
+        return _Taken(out if source is not None else (out, sender), sender, request)
+
+
+class _Taken(NamedTuple):
+    """A message that a kernel has taken, of which the sender may still write a part."""
+
+    received: Any
+    """The result of `recv`."""
+    sender: int
+    request: Request
+
+    def wait(self, world: World) -> Any:
+        """Return the result of `recv` when it is complete."""
+        if self.request is not COMPLETE:
+            ProgressEngine.of(world).run(*self._rest())
+        return self.received
+
+    def start(self, world: World) -> Operation[Any]:
+        """Return the operation of `irecv`."""
+        progress = ProgressEngine.of(world)
+        return progress.ended("recv", self.received) if self.request is COMPLETE else progress.start(*self._rest())
+
+    def _rest(self) -> tuple[str, StepsTo[Any], object, list[int]]:
+        x = self.received if isinstance(self.received, np.ndarray) else self.received[0]
+        return f"recv from rank {self.sender}", _when_complete([self.request], self.received), x, [self.sender]
 
 
 @overload
@@ -251,8 +283,8 @@ def irecv(out: Array | None = None, source: int | None = 0, tag: int = 0, world:
     """Start a `recv`, with the same arguments and errors; ``wait()`` returns its result."""
     world = ranks_of(world)
     known = _known_receive(out, source, tag, world)
-    if known is not None and (received := known.run(out, source, blocks=False)) is not None:
-        return ProgressEngine.of(world).ended("recv", received)
+    if known is not None and (taken := known.take(out, source, blocks=False)) is not None:
+        return taken.start(world)
     receiving = _Receiving(out, source, tag, world)
     return ProgressEngine.of(world).start(receiving.name, receiving.steps(), out, receiving.peers)
 
@@ -301,9 +333,9 @@ class _Receiving:
         if len(known) >= _MOST_KNOWN:
             known.clear()
         header = _header(received, kind_number(None) if anonymous else _ANY, _WITHIN if is_short else _OFFERED)
-        now = mailbox.receiver(self._source, self._tag, header, not is_short)
+        now = mailbox.receiver(self._source, self._tag, header, None if is_short else self._inbox.data_by_mpi)
         active = ProgressEngine.of(self._world).active
-        known[key] = _Known(shape, dtype, now, _KERNEL_SPINS if self._spins else 0, self._inbox.waiting, active)
+        known[key] = _Known(shape, dtype, now, KERNEL_SPINS if self._spins else 0, self._inbox.waiting, active)
 
     def _is_here_soon(self) -> bool:
         """Start it; return whether a short message for it arrives while this thread spins, as most do."""
@@ -393,8 +425,10 @@ def sendrecv(
     known = _known_receive(out, source, tag, world)
     receiving = None if known is not None else _Receiving(out, source, tag, world)  # raises before anything is sent
     requests, dest = _sent(x, dest, tag, world)
-    received = None if known is None else known.run(out, source)
-    if received is None:
+    taken = None if known is None else known.take(out, source, sent=requests)
+    if taken is not None:
+        received = taken.wait(world)
+    else:
         received = (receiving or _Receiving(out, source, tag, world)).run(requests)
     _wait_for_sent(requests, x, dest, world)
     return received
@@ -533,11 +567,14 @@ class _Inbox:
 
     def data_of(self, message: np.ndarray, data: np.ndarray, sender: int, is_offered: bool) -> Request:
         """Receive the data that a message announces."""
-        receive = partial(self._comm.irecv, data, sender, self._numbers[1])
         if not is_offered:
-            return receive()
+            return self.data_by_mpi(data, sender)
         assert self._mailbox is not None
-        return self._mailbox.fetch(_words(message)[-OFFER_WORDS:], data, receive)
+        return self._mailbox.fetch(int(_words(message)[-1]), data, partial(self.data_by_mpi, data, sender))
+
+    def data_by_mpi(self, data: np.ndarray, sender: int) -> Request:
+        """Receive data that follow in a message of MPI."""
+        return self._comm.irecv(data, sender, self._numbers[1])
 
 
 def _words(message: np.ndarray) -> np.ndarray:

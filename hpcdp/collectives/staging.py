@@ -86,12 +86,16 @@ def _with_tensors(function: Callable[..., Any], /, **arguments: Any) -> Any:
     return call.in_kind(result)
 
 
-_present = threading.local()
+class _Present(threading.local):
+    kind: ArrayKind | None = None
+
+
+_present = _Present()
 
 
 def kind_of_call() -> ArrayKind | None:
     """Return the kind of the tensors with which this thread has called a function of `accepts_tensors`, if any."""
-    return getattr(_present, "kind", None)
+    return _present.kind
 
 
 class _TensorCall:

@@ -1,8 +1,8 @@
 """Messages between ranks that share a node's memory, see `kernels.shm_messages`.
 
 Every rank has a queue that the others fill. It empties its queue when it receives, while another one is full, every 50
-ms of other waits for the node's ranks, and when its watchdog looks. Long data are read from the memory of the sender's
-process, or follow as a message of MPI where the kernel refuses that.
+ms of other waits for the node's ranks, and when its watchdog looks. Long data are copied from process to process, by
+both ranks at once if each has a core, or follow as a message of MPI where the kernel refuses that.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -26,20 +26,24 @@ _QUEUE_WORDS = 64 + (256 << 10) // 4
 _TAIL, _HEAD = 0, 32
 """The words `shm_messages.TAIL` and `HEAD` of a queue, which is empty while they are equal."""
 _SLOTS = 256
-"""Long arrays that a rank may offer at a time, with a word for the answer each."""
-OFFER_WORDS = 3
-"""Numbers at the end of a message whose data stay with their sender: its process, their address, the answer's place."""
-MOST_NBYTES = 66 << 10
+"""Long arrays that a rank may offer at a time."""
+_OFFER_WORDS = 32
+"""`shm_messages.OFFER_WORDS`."""
+_ANSWER, _READ, _SEND_IT, _NO_ROOM = 0, 1, 2, -1
+"""`shm_messages.ANSWER`, the answers `READ` and `SEND_IT`, and `NO_ROOM`."""
+_NO_OFFER = np.zeros(_OFFER_WORDS, np.int32)
+"""An offer of nothing, which has no receiver."""
+MOST_NBYTES = 50 << 10
 """The longest message, header and data together; several fit into a queue."""
-_READ, _SEND_IT = 1, 2
-"""Answers to an offer: the receiver has read the data, or waits for a message of MPI with them."""
+KERNEL_SPINS = 10_000
+"""Polls in a kernel, some 0.3 ms, in which a sender writes a part of 1 MB, the longest, unless it loses its core."""
 SPINS, YIELDS = 300, 2000
 """Tests before a wait yields its core, if each rank has one, and before it naps: some 0.1 ms and a millisecond."""
 
 
 def words_for(n: int) -> int:
     """Return the number of ``int32`` words that the mailboxes of ``n`` ranks share."""
-    return n * (_QUEUE_WORDS + _SLOTS)
+    return n * (_QUEUE_WORDS + _SLOTS * _OFFER_WORDS)
 
 
 class Mailbox:
@@ -50,25 +54,30 @@ class Mailbox:
         shared: shape ``(words_for(memory.size),)``, int32, zeros; shared by the node's ranks.
         ranks: their ranks in the world, in order.
         has_all: whether these are all ranks of the world.
+        has_cores: whether each of them has a core.
     """
 
-    def __init__(self, memory: NodeMemory, shared: np.ndarray, ranks: Sequence[int], has_all: bool) -> None:
+    def __init__(
+        self, memory: NodeMemory, shared: np.ndarray, ranks: Sequence[int], has_all: bool, has_cores: bool
+    ) -> None:
         self.local_of = {rank: local for local, rank in enumerate(ranks)}
         """The number in the node of each rank of the world that has one there."""
         self.has_all = has_all
         """True if all ranks of the world are in the node."""
         n = memory.size
+        self._has_cores, self._process = has_cores, os.getpid()
         self._memory, self._rank, self._ranks = memory, memory.rank, list(ranks)
-        self._queues, self._answers = shared[: n * _QUEUE_WORDS].reshape(n, -1), shared[n * _QUEUE_WORDS :]
+        self._queues = shared[: n * _QUEUE_WORDS].reshape(n, -1)
+        self._offers = shared[n * _QUEUE_WORDS :].reshape(-1, _OFFER_WORDS)
         self._mine = self._queues[self._rank]
-        self._sending, self._taking = threading.Lock(), threading.Lock()
+        self._sending, self._taking, self.giving = threading.Lock(), threading.Lock(), threading.Lock()
         self._unsent: list[deque[_Unsent]] = [deque() for _ in range(n)]
         """Messages that wait because the queue of their receiver is full, by receiver."""
         self._can_offer = True
         """False once a receiver could not read this rank's memory."""
-        self._free_slots = deque(range(_SLOTS))
-        self._offers: dict[int, OfferedData] = {}
-        """Offers that their receivers have not answered, by slot: they may still read the data."""
+        self._free_slots = list(range(_SLOTS))
+        self._offered: list[np.ndarray | None] = [None] * _SLOTS
+        """Data of the offers in the slots: receivers that have not answered may still read them."""
         self._arrived: dict[int, deque[tuple[int, np.ndarray]]] = {}
         """By tag, messages that no receive has taken yet: the sender, as its number in the node, and the message."""
         memory.meanwhile = weakly(self.empty)
@@ -76,6 +85,12 @@ class Mailbox:
     @cached_property
     def _kernels(self) -> Any:
         return kernels.load("shm_messages")
+
+    @cached_property
+    def _places(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The number, shape ``(1,)``, and the words of each offer of this rank, by slot."""
+        first = self._rank * _SLOTS
+        return [(np.array([number]), self._offers[number]) for number in range(first, first + _SLOTS)]
 
     def sender(self, dest: int, tag: int) -> Callable[[np.ndarray, np.ndarray], Request | None]:
         """Return a function ``send(header, data)`` that sends messages to a rank of the node.
@@ -88,15 +103,12 @@ class Mailbox:
             tag: the tag, from 0 to 2^31 - 1.
         """
         local, push, done = self.local_of[dest], self._kernels.push, self._kernels.DONE
-        queue, unsent, me, lock = self._queues[local], self._unsent[local], self._rank, self._sending
+        queue, unsent, me = self._queues[local], self._unsent[local], self._rank
 
         def send(header: np.ndarray, data: np.ndarray) -> Request | None:
-            with lock:
-                if not unsent and push(queue, me, tag, header, data) == done:
-                    return None
-                message = _Unsent(self, local, tag, header, data.copy())
-                unsent.append(message)
-            return message
+            if not unsent and push(queue, me, tag, header, data) == done:
+                return None
+            return self._when_room(local, tag, header, data.copy())
 
         return send
 
@@ -112,59 +124,96 @@ class Mailbox:
         if unsent:
             self.empty()  # its receiver may wait because this rank's queue is full
 
-    def offer(self, data: np.ndarray, instead: Callable[[], Request]) -> OfferedData | None:
-        """Offer long data, which a receiver reads in this process; return None if that is not possible.
+    def offerer(
+        self, dest: int, tag: int, header: np.ndarray, instead: Callable[[np.ndarray], Request]
+    ) -> Callable[[np.ndarray, bool], list[Request] | None]:
+        """Return a function ``offer(data, may_poll)`` that sends messages whose data stay in this process.
+
+        ``data``, shape ``(nbytes,)``, dtype uint8, may not change before the returned requests are complete. If it
+        ``may_poll``, for some 0.3 ms, and each rank has a core, all are often complete, and the list is empty. It
+        returns None if data cannot be offered.
 
         Args:
-            data: shape ``(nbytes,)``, dtype uint8; may not change before the offer ends.
+            dest: as for `sender`.
+            tag: as for `sender`.
+            header: shape ``(k,)``, int64; the message, which the number of the offer follows.
             instead: starts a message of MPI with the data, if the receiver cannot read them; returns its request.
         """
-        if not self._can_offer:
-            return None
-        try:
-            slot = self._free_slots.popleft()
-        except IndexError:
-            return None
-        place = self._rank * _SLOTS + slot
-        offer = self._offers[slot] = OfferedData(self, slot, self._answers[place : place + 1], data, instead)
-        offer.words[:] = os.getpid(), data.ctypes.data, place
+        local, me, process, push_offer = self.local_of[dest], self._rank, self._process, self._kernels.push_offer
+        queue, unsent, free, offered = self._queues[local], self._unsent[local], self._free_slots, self._offered
+        most_spins = KERNEL_SPINS if self._has_cores else 0
+
+        def offer(data: np.ndarray, may_poll: bool) -> list[Request] | None:
+            if not self._can_offer:
+                return None
+            try:
+                slot = free.pop()
+            except IndexError:
+                return None
+            offered[slot] = data
+            number, words = self._places[slot]
+            spins = most_spins if may_poll else 0
+            answer = push_offer(queue, me, tag, header, number, words, process, data, not unsent, spins)
+            if answer == _READ:
+                offered[slot] = None
+                free.append(slot)
+                return []
+            request = OfferedData(self, slot, words, partial(instead, data))
+            return [request, self._when_room(local, tag, header, number)] if answer == _NO_ROOM else [request]
+
         return offer
 
     def answered(self, slot: int, is_read: bool) -> None:
         """Note the answer to an offer."""
-        del self._offers[slot]
+        self._offered[slot] = None
         self._free_slots.append(slot)
         self._can_offer &= is_read
 
-    def receiver(
-        self, source: int | None, tag: int, header: np.ndarray, is_offered: bool
-    ) -> Callable[[np.ndarray, int], int | None]:
-        """Return a function ``receive(data, spins)`` for messages with one header.
+    def _when_room(self, dest: int, *parts: Any) -> _Unsent:
+        """Send a message to a rank, by its number in the node, when its queue has room."""
+        with self._sending:
+            message = _Unsent(self, dest, *parts)
+            self._unsent[dest].append(message)
+        return message
 
-        It polls ``spins`` times, each 15 to 50 ns, and returns the sender, a rank of the world, or None if no message
-        has arrived, or another one first, for `take`. ``data``, shape ``(nbytes,)``, dtype uint8, get the rest of the
-        message.
+    def receiver(
+        self, source: int | None, tag: int, header: np.ndarray, instead: Callable[[np.ndarray, int], Request] | None
+    ) -> Callable[[np.ndarray, int, OfferedData | None], tuple[int, Request] | None]:
+        """Return a function ``receive(data, spins, own)`` for messages with one header.
+
+        It polls ``spins`` times, each 15 to 50 ns, and returns the sender, a rank of the world, and the request of its
+        data; or None if no message has arrived, or another one first, for `take`. ``data``, shape ``(nbytes,)``, dtype
+        uint8, get the rest of the message. Meanwhile it writes a part of ``own``, an offer that only this thread has.
 
         Args:
             source: the sender, a rank of the world in the node, or None for any.
             tag: as for `sender`.
             header: shape ``(k,)``, int64; -1 stands for any number.
-            is_offered: whether the data are an `offer`.
+            instead: for data that are an `offer`: starts to receive a message of MPI with them from a rank, and returns
+                its request. None if the message has the data.
         """
-        local, receive = -1 if source is None else self.local_of[source], self._kernels.receive
-        queue, answers, lock, ranks, arrived = self._mine, self._answers, self._taking, self._ranks, self._arrived
-        offer_words = OFFER_WORDS if is_offered else 0
+        local, module, process = -1 if source is None else self.local_of[source], self._kernels, self._process
+        queue, offers, lock, ranks, arrived = self._mine, self._offers, self._taking, self._ranks, self._arrived
+        receive, within = module.receive, np.empty(0, np.int64)
 
-        def receive_now(data: np.ndarray, spins: int) -> int | None:
+        def receive_now(data: np.ndarray, spins: int, own: OfferedData | None) -> tuple[int, Request] | None:
             if not lock.acquire(blocking=False):
                 return None
+            answer = within if instead is None else np.empty(2, np.int64)
+            mine = own.words if own is not None and self._has_cores else _NO_OFFER
             try:
                 if tag in arrived:
                     return None
-                sender = receive(queue, answers, local, tag, header, offer_words, data, spins)
+                local_sender = receive(queue, local, tag, header, offers, answer, data, process, spins, mine)
             finally:
                 lock.release()
-            return ranks[sender] if sender >= 0 else None
+            if local_sender < 0:
+                return None
+            sender = ranks[local_sender]
+            if instead is None or answer[0] == _READ:
+                return sender, COMPLETE
+            by_mpi = partial(instead, data, sender)
+            return sender, by_mpi() if answer[0] == _SEND_IT else _TakenData(self, answer[1], data, by_mpi)
 
         return receive_now
 
@@ -203,18 +252,25 @@ class Mailbox:
         finally:
             self._taking.release()
 
-    def fetch(self, offered: np.ndarray, data: np.ndarray, instead: Callable[[], Request]) -> Request:
-        """Read offered data from the memory of their sender.
+    def fetch(self, number: int, data: np.ndarray, instead: Callable[[], Request]) -> Request:
+        """Copy offered data from their sender; return the request.
 
         Args:
-            offered: shape ``(OFFER_WORDS,)``, int64; the end of the message.
+            number: the number of the offer, at the end of the message.
             data: shape ``(nbytes,)``, dtype uint8; gets the data.
             instead: starts to receive a message of MPI with the data, and returns its request.
         """
-        module, (pid, address, place) = self._kernels, offered.tolist()
-        is_read = module.read_memory(pid, address, data)
-        module.answer(self._answers, place, _READ if is_read else _SEND_IT)
-        return COMPLETE if is_read else instead()
+        taken = _TakenData(self, number, data, instead)
+        return COMPLETE if taken.test() else taken
+
+    def copy(self, number: int, data: np.ndarray) -> int:
+        """Return the answer to an offer of another rank, see `shm_messages.take`."""
+        words = self._offers[number]
+        return self._kernels.take(words, data, self._process, KERNEL_SPINS, _NO_OFFER)  # type: ignore[no-any-return]
+
+    def give(self, words: np.ndarray) -> int:
+        """Return the answer to an offer of this rank; write a part of the data if each rank has a core."""
+        return self._kernels.give(words, 1) if self._has_cores else int(words[_ANSWER])
 
 
 class _Unsent:
@@ -236,31 +292,52 @@ class _Unsent:
 
 
 class OfferedData:
-    """Long data that their receiver reads in this process; a request."""
+    """Long data that their receiver copies from this process; a request."""
 
-    def __init__(
-        self, mailbox: Mailbox, slot: int, answer: np.ndarray, data: np.ndarray, instead: Callable[[], Request]
-    ) -> None:
-        self.words = np.empty(OFFER_WORDS, np.int64)
-        """The end of the message to the receiver."""
-        self._mailbox, self._slot, self._answer, self._data, self._instead = mailbox, slot, answer, data, instead
+    def __init__(self, mailbox: Mailbox, slot: int, words: np.ndarray, instead: Callable[[], Request]) -> None:
+        self.words = words
+        """Shape ``(OFFER_WORDS,)``, see `shm_messages`."""
+        self._mailbox, self._slot, self._instead = mailbox, slot, instead
         self._sent: Request | None = None
-        self._answering = threading.Lock()
-        answer[0] = 0
 
     def test(self) -> bool:
-        """Return whether the receiver has the data."""
+        """Return whether the receiver has the data; if it has begun to read them, write a part to its array."""
         if self._sent is None:
-            answer = int(self._answer[0])
-            if answer == 0:
+            mailbox = self._mailbox
+            if self.words[_ANSWER] == 0 or not mailbox.giving.acquire(blocking=False):
                 return False
-            with self._answering:  # the progress lane may test it, too
+            try:  # the progress lane may test it, too, and a slot that is free may be used again
                 if self._sent is None:
-                    is_read = answer == _READ
-                    self._mailbox.answered(self._slot, is_read)
-                    self._sent = COMPLETE if is_read else self._instead()
+                    answer = mailbox.give(self.words)
+                    if answer not in (_READ, _SEND_IT):
+                        return False
+                    self._sent = COMPLETE if answer == _READ else self._instead()
+                    mailbox.answered(self._slot, answer == _READ)
+            finally:
+                mailbox.giving.release()
         return self._sent.test()
 
     def wait(self) -> None:
         """Block until the receiver has the data; poll at first, as it may read them now."""
+        PolledRequest(self.test, YIELDS, SPINS).wait()
+
+
+class _TakenData:
+    """Offered data that this rank copies from their sender, which may write a part of them; a request."""
+
+    def __init__(self, mailbox: Mailbox, number: int, data: np.ndarray, instead: Callable[[], Request]) -> None:
+        self._mailbox, self._number, self._data, self._instead = mailbox, number, data, instead
+        self._received: Request | None = None
+
+    def test(self) -> bool:
+        """Return whether the data are here; the first call copies all but what the sender writes."""
+        if self._received is None:
+            answer = self._mailbox.copy(self._number, self._data)
+            if answer not in (_READ, _SEND_IT):
+                return False
+            self._received = COMPLETE if answer == _READ else self._instead()
+        return self._received.test()
+
+    def wait(self) -> None:
+        """Block until the data are here."""
         PolledRequest(self.test, YIELDS, SPINS).wait()

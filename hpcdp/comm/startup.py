@@ -613,7 +613,8 @@ def _world_of(
     if memory.size == node_comm.size:  # else no memory is shared
         with contextlib.suppress(HpcdpError):  # a limit of the job, on all ranks of the node: they use MPI
             shared = memory.alloc((words_for(memory.size),), np.int32)
-            world.kept[Mailbox] = Mailbox(memory, shared, node_comm.allgather_json(world.rank), num_nodes == 1)
+            ranks = node_comm.allgather_json(world.rank)
+            world.kept[Mailbox] = Mailbox(memory, shared, ranks, num_nodes == 1, cores >= memory.size)
     return world
 
 

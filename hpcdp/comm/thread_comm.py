@@ -413,7 +413,7 @@ def _worlds(
         )  # fmt: skip
         compare_exchanges(world)
         ranks = range(firsts[node], firsts[node + 1])
-        world.kept[Mailbox] = Mailbox(world.node_memory, mail[node], ranks, len(sizes) == 1)
+        world.kept[Mailbox] = Mailbox(world.node_memory, mail[node], ranks, len(sizes) == 1, cores >= n)
         worlds.append(world)
     return worlds
 

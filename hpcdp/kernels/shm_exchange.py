@@ -42,15 +42,16 @@ _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _FUTEX_CALL = {"x86_64": 202, "aarch64": 98, "ppc64le": 221, "riscv64": 98}.get(platform.machine(), -1)
 _IS_X86 = platform.machine() == "x86_64"
 
-_READ_CALL = {"x86_64": 310, "aarch64": 270, "ppc64le": 351, "riscv64": 270}.get(platform.machine(), -1)
-"""The number of process_vm_readv(2), with which a rank reads the private memory of another one."""
+READ_CALL = {"x86_64": 310, "aarch64": 270, "ppc64le": 351, "riscv64": 270}.get(platform.machine(), -2)
+WRITE_CALL = READ_CALL + 1
+"""Numbers of process_vm_readv(2) and process_vm_writev(2), with which a rank copies another one's private memory."""
 
 _counters_t = types.Array(types.int32, 1, "C")
 _syscall = types.ExternalFunction(
     "syscall",
     types.int64(types.int64, types.voidptr, types.int64, types.int64, types.voidptr),
 )
-_read_call = types.ExternalFunction(
+_copy_call = types.ExternalFunction(
     "syscall",
     types.int64(types.int64, types.int64, types.voidptr, types.int64, types.voidptr, types.int64, types.int64),
 )
@@ -409,21 +410,27 @@ def sum_by_owners(staging, counters, state, kind, prescale, divisor, factor, x):
     return DONE
 
 
-@kernel()
-def read_memory(pid, address, out):  # type: ignore[no-untyped-def]
-    """Read ``out.size`` bytes of the memory of a process into ``out``, shape ``(nbytes,)``, uint8; return success."""
-    if _READ_CALL < 0:
+@njit(inline="always")
+def copy_memory(call, pid, address, here, nbytes):  # type: ignore[no-untyped-def]
+    """Copy memory from or to a process; ``call`` is `READ_CALL` or `WRITE_CALL`. Return success."""
+    if call < 0:
         return False
     local, remote = np.empty(2, np.int64), np.empty(2, np.int64)
     done = np.int64(0)
-    while done < out.size:
-        local[0], local[1] = np.int64(out.ctypes.data) + done, out.size - done
-        remote[0], remote[1] = address + done, out.size - done
-        count = _read_call(_READ_CALL, pid, _address(local, 0), 1, _address(remote, 0), 1, 0)
+    while done < nbytes:
+        local[0], local[1] = here + done, nbytes - done
+        remote[0], remote[1] = address + done, nbytes - done
+        count = _copy_call(call, pid, _address(local, 0), 1, _address(remote, 0), 1, 0)
         if count <= 0:
             return False
         done += count
     return True
+
+
+@kernel()
+def read_memory(pid, address, out):  # type: ignore[no-untyped-def]
+    """Read ``out.size`` bytes of the memory of a process into ``out``, shape ``(nbytes,)``, uint8; return success."""
+    return copy_memory(READ_CALL, pid, address, np.int64(out.ctypes.data), out.size)
 
 
 @kernel()

@@ -7,8 +7,12 @@ writes the record, and sets its first word last, which the receiver polls. The r
 line before it moves the head, so a reserved record is not taken for a complete one. A record does not wrap around the
 end of the ring: a record without a message fills the rest.
 
-Records of one sender arrive in order. Long data stay in the memory of the sender, where the receiver reads them
-(process_vm_readv(2)). It then sets a word that the sender polls.
+Records of one sender arrive in order. Long data stay in the memory of the sender, which offers them in a few words that
+both ranks change. The receiver notes there where its array is. Then it reads the data from their first byte on
+(process_vm_readv(2)), while the sender, if it waits, writes them from their last byte on (process_vm_writev(2)): the
+copy takes both cores, and each byte moves between them once. Each rank claims a part of the rest before it copies that
+part, by a compare-and-swap, so the receiver waits for nothing but a part that the sender has claimed. It answers when
+the data are complete.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .jit import kernel
-from .shm_exchange import _memcpy, _pause, _word, load, read_memory, store
+from .shm_exchange import READ_CALL, WRITE_CALL, _memcpy, _pause, _word, add, copy_memory, load, store
 
 _LINE = 16
 """``int32`` words of a cache line."""
@@ -39,10 +43,33 @@ _FILLS = -1
 
 DONE, FULL = 0, 1
 """Return values of `push`."""
-NOT_YET, OTHER, REFUSED = -1, -2, -3
-"""Return values of `receive` besides a sender: no message, another one first, memory that cannot be read."""
-_READ = 1
-"""The answer to an offer of data that the receiver has read."""
+NOT_YET, OTHER = -1, -2
+"""Return values of `receive` besides a sender: no message, or another one first."""
+
+ANSWER, _CLAIMS, _WRITTEN, _IS_UNREADABLE, _IS_UNWRITABLE = range(5)
+"""``int32`` words of an offer: the answer, the units that each rank has claimed (the receiver in the lower 16 bits),
+those that the sender has written, whether the receiver cannot read the data, and whether the sender cannot write them.
+"""
+_SENDER_PROCESS, _DATA, _DATA_NBYTES, _RECEIVER_PROCESS, _ARRAY = range(3, 8)
+"""Its ``int64`` words: the process of the sender, and the address and the length of the data there; the process of the
+receiver, and the address of its array.
+"""
+OFFER_WORDS = 2 * _LINE
+"""``int32`` words from one offer to the next."""
+READ, SEND_IT, _BEGUN = 1, 2, 3
+"""Answers to an offer: the receiver has the data, cannot read them, or has begun. Zero without an answer."""
+NO_ROOM = -1
+"""The return value of `push_offer` for a message that has not been sent."""
+_MEETING_SPINS = 50
+"""Polls of a rank that both sends and receives, some 2 us, for the receiver of its data: then it can write first."""
+_UNIT_NBYTES, _MOST_UNITS = 4096, (1 << 15) - 1
+"""The data are copied in units of so many bytes, or a multiple for longer data, which have at most so many units."""
+_LEAST_CLAIM_NBYTES, _MOST_CLAIM_NBYTES = 32 << 10, 1 << 20
+"""Limits of a claim: a system call costs 0.3 us, and one rank waits for the last claim of the other.
+
+Within them a sender claims half of what is left, and a receiver a quarter, because a read of lines that the other core
+has written takes twice as long as a write.
+"""
 
 
 @intrinsic
@@ -133,23 +160,167 @@ def _drop_record(queue, record):  # type: ignore[no-untyped-def]
     store(queue, HEAD, np.int32(queue[HEAD] + length))
 
 
+@njit(inline="always")
+def _unit_of(nbytes):  # type: ignore[no-untyped-def]
+    return _UNIT_NBYTES * max(1, -(-nbytes // (_UNIT_NBYTES * _MOST_UNITS)))
+
+
+@njit(inline="always")
+def _claim(offer, nbytes, is_sender):  # type: ignore[no-untyped-def]
+    """Return the limits of a part, in bytes, that this rank now has to copy; an empty one if all are claimed."""
+    unit = _unit_of(nbytes)
+    units = -(-nbytes // unit)
+    while True:
+        claims = load(offer, _CLAIMS)
+        read, written = claims & 0xFFFF, claims >> 16
+        rest = units - read - written
+        if rest <= 0:
+            return 0, 0
+        share = min(rest // (2 if is_sender else 4), _MOST_CLAIM_NBYTES // unit)
+        count = min(rest, max(share, _LEAST_CLAIM_NBYTES // unit, 1))
+        if _swap_if(offer, _CLAIMS, claims, np.int32(claims + (count << 16 if is_sender else count))):
+            first = units - written - count if is_sender else read
+            return first * unit, min((first + count) * unit, nbytes)
+
+
+@njit(inline="always")
+def _write_part(offer):  # type: ignore[no-untyped-def]
+    """Write a part of the data to the receiver, if it has begun to read them; return whether there was one."""
+    if load(offer, ANSWER) != _BEGUN or offer[_IS_UNWRITABLE]:
+        return False
+    places = offer.view(np.int64)
+    nbytes = places[_DATA_NBYTES]
+    first, last = _claim(offer, nbytes, True)
+    if first == last:
+        return False
+    process, there, here = places[_RECEIVER_PROCESS], places[_ARRAY] + first, places[_DATA] + first
+    if not copy_memory(WRITE_CALL, process, there, here, last - first):
+        store(offer, _IS_UNWRITABLE, np.int32(1))
+        return False
+    add(offer, _WRITTEN, np.int32(-(-(last - first) // _unit_of(nbytes))))
+    return True
+
+
 @kernel()
-def receive(queue, answers, source, tag, header, offer, data, spins):  # type: ignore[no-untyped-def]
+def give(offer, spins):  # type: ignore[no-untyped-def]
+    """Write offered data to the receiver, which reads them meanwhile, and wait for its answer.
+
+    Args:
+        offer: shape ``(OFFER_WORDS,)``, int32, shared by the node's ranks; it may not end meanwhile in another thread.
+        spins: polls.
+
+    Returns:
+        The answer; 0 or `_BEGUN` if it has not come.
+    """
+    state = np.int32(0)
+    for _ in range(spins):
+        while _write_part(offer):
+            pass
+        state = load(offer, ANSWER)
+        if state in (READ, SEND_IT):
+            break
+        _pause()
+    return state
+
+
+@kernel()
+def push_offer(queue, me, tag, header, number, offer, process, data, has_room, spins):  # type: ignore[no-untyped-def]
+    """Send a message that offers data to another rank; then `give` them.
+
+    Args:
+        queue: as for `push`.
+        me: as for `push`.
+        tag: as for `push`.
+        header: as for `push`; the number of the offer follows it.
+        number: shape ``(1,)``, int64; the number of the offer.
+        offer: as for `give`.
+        process: the number of this process.
+        data: shape ``(nbytes,)``, uint8; the data.
+        has_room: False if earlier messages wait for room in the queue.
+        spins: as for `give`.
+
+    Returns:
+        What `give` returns; `NO_ROOM` if the message has to wait, too, and must be sent by `push`.
+    """
+    places = offer.view(np.int64)
+    places[_SENDER_PROCESS], places[_DATA], places[_DATA_NBYTES] = process, data.ctypes.data, data.size
+    store(offer, ANSWER, np.int32(0))
+    if not has_room or push(queue, me, tag, header, number.view(np.uint8)) == FULL:
+        return np.int32(NO_ROOM)
+    return give(offer, spins)
+
+
+@kernel()
+def take(offer, data, me, spins, own):  # type: ignore[no-untyped-def]
+    """Receive offered data, of which the sender may write a part; call it again until it returns an answer.
+
+    Args:
+        offer: as for `give`.
+        data: shape ``(nbytes,)``, uint8; gets the data.
+        me: the number of this process.
+        spins: polls for the part that the sender writes.
+        own: an offer of this rank, to `give` meanwhile; zeros if there is none.
+
+    Returns:
+        The answer that it has given, `READ` or `SEND_IT`; `_BEGUN` if the sender has not written its part yet.
+    """
+    places, here, nbytes = offer.view(np.int64), np.int64(data.ctypes.data), data.size
+    if load(offer, ANSWER) != _BEGUN:
+        places[_RECEIVER_PROCESS], places[_ARRAY] = me, here
+        offer[_CLAIMS] = 0
+        offer[_WRITTEN] = 0
+        offer[_IS_UNREADABLE] = 0
+        offer[_IS_UNWRITABLE] = 0
+        store(offer, ANSWER, np.int32(_BEGUN))
+    process, there = places[_SENDER_PROCESS], places[_DATA]
+    for _ in range(_MEETING_SPINS if own.view(np.int64)[_DATA_NBYTES] else 0):
+        if load(own, ANSWER):
+            break
+        _pause()
+    while True:
+        while _write_part(own):
+            pass
+        first, last = _claim(offer, nbytes, False)
+        if first == last:
+            break
+        if offer[_IS_UNREADABLE] == 0:
+            is_read = copy_memory(READ_CALL, process, there + first, here + first, last - first)
+            offer[_IS_UNREADABLE] = np.int32(not is_read)
+    claims = load(offer, _CLAIMS)
+    for _ in range(spins + 1):
+        is_left = load(offer, _IS_UNWRITABLE) != 0
+        if is_left:
+            first = (claims & 0xFFFF) * _unit_of(nbytes)
+            if not copy_memory(READ_CALL, process, there + first, here + first, nbytes - first):
+                offer[_IS_UNREADABLE] = 1
+        if is_left or load(offer, _WRITTEN) == claims >> 16:
+            state = SEND_IT if offer[_IS_UNREADABLE] else READ
+            store(offer, ANSWER, np.int32(state))
+            return state
+        _write_part(own)
+        _pause()
+    return _BEGUN
+
+
+@kernel()
+def receive(queue, source, tag, header, offers, answer, data, me, spins, own):  # type: ignore[no-untyped-def]
     """Receive the next message if it is an array as expected; poll ``spins`` times for it.
 
     Args:
         queue: as for `push`, this rank's; no other thread may use it meanwhile.
-        answers: as for `answer`.
         source: the sender, or -1 for any.
         tag: as for `push`.
         header: shape ``(k,)``, int64; the expected first part of the message, where -1 stands for any number.
-        offer: 3 if the data stay with their sender: then its process, their address and the place of the `answer`
-            follow the header; else 0.
-        data: shape ``(nbytes,)``, uint8; gets the data.
-        spins: polls.
+        offers: shape ``(count, OFFER_WORDS)``, int32; all offers of the node's ranks.
+        answer: shape ``(2,)``, int64, if the data are an offer, else ``(0,)``; gets what `take` returns, and the number
+            of the offer.
+        data: shape ``(nbytes,)``, uint8; gets the data, if `take` returns `READ`.
+        me: as for `take`.
+        spins: polls, also for the sender's part of the data, and then for the answer to ``own``.
+        own: as for `take`.
 
     Returns:
-        The sender, `NOT_YET`, `OTHER`, or `REFUSED`. The message is taken in the first case only.
+        The sender, `NOT_YET` or `OTHER`. The message is taken in the first case only.
     """
     record = _first_record(queue)
     for _ in range(spins):
@@ -161,21 +332,22 @@ def receive(queue, answers, source, tag, header, offer, data, spins):  # type: i
         return NOT_YET
     sender = queue[record + _SENDER]
     first = record + _PREFIX
-    nbytes = 8 * (header.size + offer) + (0 if offer else data.size)
+    words = header.size + min(answer.size, 1)
+    nbytes = 8 * words + (0 if answer.size else data.size)
     if (source >= 0 and sender != source) or queue[record + _TAG] != tag or queue[record + _NBYTES] != nbytes:
         return OTHER
-    numbers = queue[first : first + 2 * (header.size + offer)].view(np.int64)
+    numbers = queue[first : first + 2 * words].view(np.int64)
     for i in range(header.size):
         if header[i] >= 0 and numbers[i] != header[i]:
             return OTHER
-    if offer:
-        at = header.size
-        if not read_memory(numbers[at], numbers[at + 1], data):
-            return REFUSED
-        store(answers, numbers[at + 2], np.int32(_READ))
+    if answer.size:
+        answer[1] = numbers[header.size]
+        _drop_record(queue, record)
+        answer[0] = take(offers[answer[1]], data, me, spins, own)
+        give(own, spins if own.view(np.int64)[_DATA_NBYTES] else 0)
     else:
         _memcpy(_bytes_at(data, 0), _bytes_at(queue, 4 * first + 8 * header.size), data.size)
-    _drop_record(queue, record)
+        _drop_record(queue, record)
     return sender
 
 
@@ -209,9 +381,3 @@ def pop(queue, message, facts):  # type: ignore[no-untyped-def]
     _memcpy(_bytes_at(message, 0), _bytes_at(queue, 4 * (record + _PREFIX)), nbytes)
     _drop_record(queue, record)
     return nbytes
-
-
-@kernel()
-def answer(answers, place, value):  # type: ignore[no-untyped-def]
-    """Set the word ``place`` of ``answers``, int32, shared by the node's ranks: the answer to an offer."""
-    store(answers, place, np.int32(value))

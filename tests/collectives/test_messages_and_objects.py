@@ -14,9 +14,7 @@ import numpy as np
 import pytest
 
 import hpcdp
-from hpcdp import kernels
 from hpcdp.comm import thread_comm
-from hpcdp.comm.mailbox import Mailbox
 from hpcdp.core.state import hold_together
 from hpcdp.errors import ConfigError, HpcdpError, MismatchError, UnsupportedError
 
@@ -315,22 +313,6 @@ def test_messages_without_room_arrive_in_order_also_while_their_receiver_waits_i
 @pytest.mark.mpi
 def test_real_ranks_send_more_than_a_queue_holds():
     send_more_than_a_queue_holds(hpcdp.init())
-
-
-def test_data_that_the_receiver_cannot_read_follow_as_a_message(monkeypatch):
-    exchange = kernels.load("shm_messages")
-    monkeypatch.setattr(exchange, "read_memory", lambda *_: False)
-    monkeypatch.setattr(exchange, "receive", lambda *_: exchange.REFUSED)
-
-    def rank(world):
-        n, me = world.size, world.rank
-        for i in range(4):
-            x, out = np.arange(9000 + i) * (me + 1), np.zeros(9000 + i, int)
-            hpcdp.sendrecv(x, (me + 1) % n, (me - 1) % n, out, world=world)
-            np.testing.assert_array_equal(out, np.arange(9000 + i) * ((me - 1) % n + 1))
-        return world.kept[Mailbox]._can_offer
-
-    assert thread_comm.run(3, rank) == [False] * 3
 
 
 def test_more_long_arrays_than_slots_are_under_way_at_once():
