@@ -1,9 +1,9 @@
 """Messages between two ranks, of arrays whose shape and dtype the receiver need not know.
 
 A message says the shape and dtype of its array. It carries short data as well. Longer data follow in a message of their
-own, which is received in place; inside a node both ranks copy them from process to process instead (`comm.mailbox`).
-Messages from one rank with one tag arrive in the order in which they were sent, whichever of them is waited for first,
-and go to the first receive that was started for them.
+own, which is received in place; inside a node both ranks copy them from process to process instead
+(`comm.node_messages`). Messages from one rank with one tag arrive in the order in which they were sent, whichever of
+them is waited for first, and go to the first receive that was started for them.
 
 A blocking call for arrays like those of an earlier one is a single compiled call if the other rank is in the node.
 """
@@ -20,7 +20,7 @@ import numpy as np
 
 from ..comm import World
 from ..comm.communicator import COMPLETE, OPERATION_BITS, Communicator, PolledRequest, Request, StepsTo, make_tag
-from ..comm.mailbox import KERNEL_SPINS, SPINS, YIELDS, Mailbox, OfferedData
+from ..comm.node_messages import KERNEL_SPINS, SPINS, YIELDS, Mailbox, OfferedData
 from ..comm.progress import Operation, ProgressEngine, TaskGroup
 from ..core.arrays import Array, dtype_of_char, in_kind_of_sender, kind_number
 from ..core.checks import whole_number

@@ -23,7 +23,7 @@ from ..engine.engine import ADVANCED
 from ..errors import UnsupportedError
 from .communicator import LANE_BITS, OPERATION_BITS, Request, Steps, StepsTo, make_tag, split, wait_for
 from .consistency import Call, Calls
-from .mailbox import Mailbox
+from .node_messages import Mailbox
 from .watchdog import OWN, Watchdog
 from .world import World, weakly
 

@@ -214,7 +214,7 @@ class NodeMemory(Protocol):
     failure: HpcdpError | None
     """The error that the next `check` raises, once; set by a watchdog, see `roll_call.DifferentCalls`."""
     meanwhile: Callable[[], object]
-    """A function that every `check` calls, see `mailbox.Mailbox.empty`."""
+    """A function that every `check` calls, see `node_messages.Mailbox.empty`."""
     patience: np.ndarray
     """Shape ``(2,)`` int64, for kernels that wait: polls before sleeping, and nanoseconds of sleep before a `check`."""
 

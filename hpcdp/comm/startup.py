@@ -58,7 +58,7 @@ from ..errors import ConfigError, HpcdpError, LaunchError, UnsupportedError, to_
 from . import shared_memory, thread_comm
 from .communicator import Communicator, count_workers
 from .consistency import FIELDS, Refused, compare_exchanges, refuse
-from .mailbox import Mailbox, words_for
+from .node_messages import Mailbox, words_for
 from .shared_memory import NodeMemory, PrivateMemory, ProcessMemory, memfd
 from .watchdog import Watchdog, limits_s
 from .world import World

@@ -19,7 +19,7 @@ from ..core.environment import enter_replica_of_thread
 from ..errors import ConfigError, HpcdpError, MismatchError, WorldAborted
 from .communicator import COMPLETE, Request, Traffic, disagree, disagreement, name_of, reduce_in_order, resolve, split
 from .consistency import compare_exchanges
-from .mailbox import Mailbox, words_for
+from .node_messages import Mailbox, words_for
 from .shared_memory import patience_for, raise_failure
 from .world import World
 

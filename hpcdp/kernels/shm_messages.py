@@ -1,4 +1,4 @@
-"""Kernels of `comm.mailbox`: short messages through memory that a node's ranks share.
+"""Kernels of `comm.node_messages`: short messages through memory that a node's ranks share.
 
 Each receiver has one queue, filled by all senders.
 

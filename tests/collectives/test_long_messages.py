@@ -10,7 +10,7 @@ import hpcdp
 from hpcdp import kernels
 from hpcdp.collectives.point_to_point import SHORT_IN_NODE_NBYTES
 from hpcdp.comm import thread_comm
-from hpcdp.comm.mailbox import Mailbox
+from hpcdp.comm.node_messages import Mailbox
 
 _NOBODY = (1 << 22) + 1
 """No process has this number."""
