@@ -39,7 +39,7 @@ from .staging import (
     ranks_of,
 )
 
-SHORT_NBYTES, SHORT_IN_NODE_NBYTES = 8 << 10, 48 << 10
+SHORT_NBYTES, SHORT_IN_NODE_NBYTES = 8 << 10, 64 << 10
 """The longest data that the message with the shape carries, by MPI and inside a node: they are copied, but need no
 second message, and no answer of the receiver.
 """
@@ -159,8 +159,10 @@ def _mailbox_of(world: World, rank: int | None) -> Mailbox | None:
 
 
 def _wait_for_sent(requests: list[Request], x: Array, dest: int, world: World) -> None:
-    if requests and not all(request.test() for request in requests):
-        ProgressEngine.of(world).run(f"send to rank {dest}", _when_complete(requests), x, [dest])
+    for request in requests:
+        if not request.test():
+            ProgressEngine.of(world).run(f"send to rank {dest}", _when_complete(requests), x, [dest])
+            return
 
 
 def _when_complete(requests: list[Request], value: Any = None) -> StepsTo[Any]:

@@ -33,7 +33,7 @@ _ANSWER, _READ, _SEND_IT, _NO_ROOM = 0, 1, 2, -1
 """`shm_messages.ANSWER`, the answers `READ` and `SEND_IT`, and `NO_ROOM`."""
 _NO_OFFER = np.zeros(_OFFER_WORDS, np.int32)
 """An offer of nothing, which has no receiver."""
-MOST_NBYTES = 50 << 10
+MOST_NBYTES = 66 << 10
 """The longest message, header and data together; several fit into a queue."""
 KERNEL_SPINS = 10_000
 """Polls in a kernel, some 0.3 ms, in which a sender writes a part of 1 MB, the longest, unless it loses its core."""
@@ -158,16 +158,18 @@ class Mailbox:
                 offered[slot] = None
                 free.append(slot)
                 return []
-            request = OfferedData(self, slot, words, partial(instead, data))
+            request = OfferedData(self, slot, words, instead)
             return [request, self._when_room(local, tag, header, number)] if answer == _NO_ROOM else [request]
 
         return offer
 
-    def answered(self, slot: int, is_read: bool) -> None:
-        """Note the answer to an offer."""
-        self._offered[slot] = None
+    def answered(self, slot: int, is_read: bool) -> np.ndarray:
+        """Note the answer to an offer; return its data."""
+        data, self._offered[slot] = self._offered[slot], None
         self._free_slots.append(slot)
         self._can_offer &= is_read
+        assert data is not None
+        return data
 
     def _when_room(self, dest: int, *parts: Any) -> _Unsent:
         """Send a message to a rank, by its number in the node, when its queue has room."""
@@ -270,7 +272,10 @@ class Mailbox:
 
     def give(self, words: np.ndarray) -> int:
         """Return the answer to an offer of this rank; write a part of the data if each rank has a core."""
-        return self._kernels.give(words, 1) if self._has_cores else int(words[_ANSWER])
+        answer = int(words[_ANSWER])
+        if not self._has_cores or answer in (_READ, _SEND_IT):
+            return answer
+        return self._kernels.give(words, 1)  # type: ignore[no-any-return]
 
 
 class _Unsent:
@@ -294,7 +299,9 @@ class _Unsent:
 class OfferedData:
     """Long data that their receiver copies from this process; a request."""
 
-    def __init__(self, mailbox: Mailbox, slot: int, words: np.ndarray, instead: Callable[[], Request]) -> None:
+    def __init__(
+        self, mailbox: Mailbox, slot: int, words: np.ndarray, instead: Callable[[np.ndarray], Request]
+    ) -> None:
         self.words = words
         """Shape ``(OFFER_WORDS,)``, see `shm_messages`."""
         self._mailbox, self._slot, self._instead = mailbox, slot, instead
@@ -311,8 +318,8 @@ class OfferedData:
                     answer = mailbox.give(self.words)
                     if answer not in (_READ, _SEND_IT):
                         return False
-                    self._sent = COMPLETE if answer == _READ else self._instead()
-                    mailbox.answered(self._slot, answer == _READ)
+                    data = mailbox.answered(self._slot, answer == _READ)
+                    self._sent = COMPLETE if answer == _READ else self._instead(data)
             finally:
                 mailbox.giving.release()
         return self._sent.test()
