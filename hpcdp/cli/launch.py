@@ -43,7 +43,7 @@ def parser() -> Parser:
         epilog=_EPILOG,
     )
     add = made.add_argument
-    add("-n", "--ranks", metavar="N", help="number of ranks (default in a Slurm job: its tasks)")
+    add("-n", "-np", "--ranks", metavar="N", help="number of ranks (default in a Slurm job: its tasks)")
     add(
         "-s",
         "--servers",
