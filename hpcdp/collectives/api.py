@@ -475,10 +475,9 @@ def reduce(
     target = out if is_root and out is not None else x
     if _are_plain(x, target) and target.shape == x.shape and target.dtype == x.dtype and protection_of(x) is None:
         plan = _planned("reduce", x, op, algorithm, world, root, prescale, postscale)
-        if plan.bound is not None and protection_of(target) is None:
-            if target is not x:
-                target[...] = x
-            plan.run(world, flat(target if is_root else x.copy()), root)
+        is_apart = target is x or x.base is target.base is None or not np.may_share_memory(x, target)
+        is_free = is_apart and protection_of(target) is None
+        if plan.bound is not None and is_free and plan.bound(world, flat(x), flat(target)):
             return target
     plan, staged, target = _rooted("reduce", x, op, root, world, algorithm, out, prescale, postscale)
     plan.run(world, flat(staged), root)
@@ -504,7 +503,7 @@ def ireduce(
     root = checked_root("ireduce", root, world)
     plan, staged, target = _rooted("ireduce", x, op, root, world, algorithm, out, prescale, postscale)
     is_staged = world.rank != root or staged is target
-    if is_staged and (operation := plan.awaited(world, target, flat(staged))) is not None:
+    if is_staged and (operation := plan.awaited(world, target, flat(staged), flat(staged))) is not None:
         return operation
 
     def steps() -> StepsTo[ArrayT]:
@@ -571,7 +570,8 @@ class _Plan:
         With a ``result``, ``x`` is unchanged if `bound` is set.
         """
         if self.bound is not None:
-            if self.bound(world, x) if result is None else self.bound(world, x, result):
+            received = x if root else result
+            if self.bound(world, x) if received is None else self.bound(world, x, received):
                 return
             x = x if result is None else x.copy()
         if world.size == 1:

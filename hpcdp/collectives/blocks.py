@@ -41,12 +41,20 @@ class BlockLayout:
     """The position in each rank's data at which its block for this rank begins."""
     longest: int
     """The size of the longest sent data of any rank, equal on all ranks."""
+    largest: int
+    """The size of the largest block, equal on all ranks."""
     keeps_own: bool = False
     """True if no other rank needs the block of this rank for itself."""
     carried: np.ndarray | None = None
     """Shape ``(k, m)``: the bytes that each of the k ranks of this node sends to each of the m ranks of other nodes to
     which this rank sends in `by_node`; None for blocks of one size.
     """
+    writes: Sequence[tuple[int, int]] = ()
+    """For each rank the bytes at the end of its block that this rank may write itself, in a node, and their position in
+    the received data of that rank. Empty if all ranks read.
+    """
+    written: Sequence[int] = ()
+    """The bytes at the end of the block from each rank that the rank may write."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +99,8 @@ def alltoall_layout(sizes: np.ndarray, rank: int) -> BlockLayout:
     """Return the layout of an alltoall of ``sizes``, shape ``(n, n)``: the bytes that each rank sends to each."""
     own, starts = offsets(sizes[rank].tolist()), np.cumsum(sizes, axis=1) - sizes
     ends = offsets(sizes[:, rank].tolist())
-    longest = int(sizes.sum(axis=1).max())
-    return BlockLayout(list(itertools.pairwise(own)), ends, starts[:, rank].tolist(), longest, True)
+    longest, largest = int(sizes.sum(axis=1).max()), int(sizes.max())
+    return BlockLayout(list(itertools.pairwise(own)), ends, starts[:, rank].tolist(), longest, largest, True)
 
 
 def layout_of_messages(sent: Sequence[int], received: Sequence[int], carried: np.ndarray | None) -> BlockLayout:
@@ -100,29 +108,31 @@ def layout_of_messages(sent: Sequence[int], received: Sequence[int], carried: np
 
     What other ranks exchange is unknown, except what this one passes on: see `BlockLayout.carried`.
     """
-    n = len(sent)
-    return BlockLayout(list(itertools.pairwise(offsets(sent))), offsets(received), [0] * n, sum(sent), True, carried)
+    n, limits = len(sent), list(itertools.pairwise(offsets(sent)))
+    return BlockLayout(limits, offsets(received), [0] * n, sum(sent), max(sent), True, carried)
 
 
 def even_alltoall_layout(nbytes: int, ranks: int, rank: int) -> BlockLayout:
     """Return the layout of an alltoall of blocks of one size; ``nbytes`` is that of all blocks of a rank."""
     ends = bounds(nbytes, ranks)
-    return BlockLayout(list(itertools.pairwise(ends)), ends, [ends[rank]] * ranks, nbytes, True)
+    return BlockLayout(list(itertools.pairwise(ends)), ends, [ends[rank]] * ranks, nbytes, -(-nbytes // ranks), True)
 
 
 def allgather_layout(ends: Sequence[int], rank: int) -> BlockLayout:
     """Return the layout of an allgather; ``ends`` are the ``n + 1`` limits of the parts of all ranks."""
     n = len(ends) - 1
     longest = max(last - first for first, last in itertools.pairwise(ends))
-    return BlockLayout([(0, ends[rank + 1] - ends[rank])] * n, ends, [0] * n, longest)
+    return BlockLayout([(0, ends[rank + 1] - ends[rank])] * n, ends, [0] * n, longest, longest)
 
 
 def gather_layout(sizes: Sequence[int], rank: int, root: int) -> BlockLayout:
-    """Return the layout of a gather of parts of ``sizes`` on ``root``."""
-    n = len(sizes)
+    """Return the layout of a gather of parts of ``sizes`` on ``root``, which does not copy them all by itself."""
+    n, largest, is_root = len(sizes), max(sizes), rank == root
     limits = [(0, sizes[rank] if other == root else 0) for other in range(n)]
-    ends = offsets(sizes) if rank == root else [0] * (n + 1)
-    return BlockLayout(limits, ends, [0] * n, max(sizes), rank == root)
+    ends = offsets(sizes) if is_root else [0] * (n + 1)
+    writes = [(limit[1] * (not is_root), sum(sizes[:rank])) for limit in limits]
+    written = [size * (is_root and other != root) for other, size in enumerate(sizes)]
+    return BlockLayout(limits, ends, [0] * n, largest, largest, is_root, None, writes, written)
 
 
 def scatter_layout(sizes: Sequence[int], rank: int, root: int) -> BlockLayout:
@@ -131,14 +141,20 @@ def scatter_layout(sizes: Sequence[int], rank: int, root: int) -> BlockLayout:
     mine = list(itertools.pairwise(limits)) if rank == root else [(0, 0)] * n
     ends = [0] * (root + 1) + [sizes[rank]] * (n - root)
     firsts = [limits[rank] if other == root else 0 for other in range(n)]
-    return BlockLayout(mine, ends, firsts, limits[-1], True)
+    return BlockLayout(mine, ends, firsts, limits[-1], max(sizes), True)
 
 
 def broadcast_layout(nbytes: int, ranks: int, rank: int, root: int) -> BlockLayout:
-    """Return the layout of a broadcast of ``nbytes`` bytes, which ``root`` does not send to itself."""
+    """Return the layout of a broadcast of ``nbytes`` bytes, which ``root`` does not send to itself.
+
+    It writes as many bytes as every other rank reads.
+    """
     limits = [(0, nbytes if rank == root != other else 0) for other in range(ranks)]
     ends = [0] * (ranks + 1) if rank == root else [0] * (root + 1) + [nbytes] * (ranks - root)
-    return BlockLayout(limits, ends, [0] * ranks, nbytes)
+    ours = nbytes // ranks
+    writes = [(ours * (rank == root != other), nbytes - ours) for other in range(ranks)]
+    written = [ours * (other == root != rank) for other in range(ranks)]
+    return BlockLayout(limits, ends, [0] * ranks, nbytes, nbytes, writes=writes, written=written)
 
 
 def direct(blocks: Blocks, world: World, tag: int) -> Steps:

@@ -419,20 +419,23 @@ def _shared_allgather(nbytes: float, on: Topology, of: MachineModel) -> Cost:
 
 
 def _shared_broadcast(nbytes: float, on: Topology, of: MachineModel) -> Cost:
-    """1 wait a chunk, S staged by the root, and S copied by the others."""
-    return _shared_allgather(nbytes, on, of) + _copied(nbytes, of)
+    """2 waits, S staged by the root, and S copied by the others; 3 and (n - 1) / n S copied once if S is long."""
+    if nbytes > intra_node.STAGED_NBYTES:
+        return _busy(3 * of.wait_s + (on.ranks - 1) / on.ranks * nbytes * of.copy_s_per_byte)
+    return _busy(2 * of.wait_s + 2 * nbytes * of.copy_s_per_byte)
 
 
 def _shared_exchange(nbytes: float, on: Topology, of: MachineModel) -> Cost:
-    """2 waits and one a chunk, S staged, and (n - 1) / n S copied from the others."""
-    chunks = max(1, -(-int(nbytes) // intra_node.CHUNK_NBYTES))
-    return _busy((chunks + 2) * of.wait_s + (2 * on.ranks - 1) / on.ranks * nbytes * of.copy_s_per_byte)
+    """2 waits, S staged, and S copied from the others and from its own data; only the latter if S is long."""
+    copies = 1 if nbytes > intra_node.STAGED_NBYTES else 2
+    return _busy(2 * of.wait_s + copies * nbytes * of.copy_s_per_byte)
 
 
 def _shared_rooted(nbytes: float, on: Topology, of: MachineModel) -> Cost:
-    """2 waits and one a chunk, S staged by the root and copied by the others, or S / n staged and S copied."""
-    chunks = max(1, -(-int(nbytes) // intra_node.CHUNK_NBYTES))
-    return _busy((chunks + 2) * of.wait_s + (on.ranks + 1) / on.ranks * nbytes * of.copy_s_per_byte)
+    """2 waits, S staged by the root and S / n copied by the others, or S / n and S; 3 and S / n copied if S is long."""
+    if nbytes > intra_node.STAGED_NBYTES:
+        return _busy(3 * of.wait_s + nbytes / on.ranks * of.copy_s_per_byte)
+    return _busy(2 * of.wait_s + (on.ranks + 1) / on.ranks * nbytes * of.copy_s_per_byte)
 
 
 def _pairwise(nbytes: float, on: Topology, of: MachineModel) -> Cost:
@@ -613,7 +616,6 @@ def predicted_s(
 
 _CROWDED_NBYTES = 64 << 10
 _SHORT_NBYTES, _SHORT_MOVED_NBYTES = 16 << 10, 2 << 10
-_LONG_BROADCAST_NBYTES = 2 << 20
 _TCP_ALPHA_S, _LONG_ON_TCP_NBYTES, _GAIN_ON_TCP = 10e-6, 2 << 20, 0.98
 """A latency that only TCP has, arrays from which the library's sums reach 0.65 to 0.75 of its prediction there (Open
 MPI 5 on links of 1 and 10 Gbit/s), and the least predicted speed-up in this case.
@@ -652,8 +654,7 @@ def model_choice(
     """Choose an algorithm from ``candidates`` for a world without measurements; other arguments as for `predicted_s`.
 
     - One node with shared memory: ``shared``. ``native`` is faster if ranks outnumber cores and the array is below
-      `_CROWDED_NBYTES`, because a waiting rank yields its core at once, and for broadcasts from
-      `_LONG_BROADCAST_NBYTES`, of which both make one copy.
+      `_CROWDED_NBYTES`, because a waiting rank yields its core at once.
     - Several nodes, short arrays (`_SHORT_NBYTES`, or `_SHORT_MOVED_NBYTES` of a broadcast or allgather):
       ``recursive_doubling``, whose messages also compare the calls of the ranks, for which the others need messages of
       their own.
@@ -672,8 +673,7 @@ def model_choice(
     in_memory = topology.nodes == 1 and topology.shared_memory
     if "shared" in names and in_memory:
         short = topology.crowded and nbytes < _CROWDED_NBYTES
-        long = collective == "broadcast" and nbytes >= _LONG_BROADCAST_NBYTES
-        return "native" if (short or long) and "native" in names else "shared"
+        return "native" if short and "native" in names else "shared"
 
     def seconds(name: str) -> float:
         return predicted_s(collective, name, nbytes, topology, machine)

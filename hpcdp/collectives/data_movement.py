@@ -17,6 +17,7 @@ from typing import Any, TypeVar, overload
 
 import numpy as np
 
+from .. import kernels
 from ..comm import World
 from ..comm.communicator import StepsTo, bounds
 from ..comm.consistency import Call
@@ -314,7 +315,7 @@ class _Repeated:
         """Return the result, or `_USUALLY`; ``make()`` returns the exchange of the call."""
         moved = self.moved
         if out is None:
-            out = np.empty(moved.shape, moved.dtype)
+            out = kernels.empty(moved.shape, moved.dtype)
         else:
             fits = type(out) is np.ndarray and (out.shape, out.dtype) == (moved.shape, moved.dtype)
             if not fits or not out.flags.carray or protection_of(out) is not None:
@@ -741,7 +742,7 @@ class _Receiver:
         if out is not None:
             check_like(operation, out, shape, dtype)
         is_host = type(out) is np.ndarray and out.flags.carray
-        self._host: np.ndarray = out if is_host else np.empty(shape, dtype)  # type: ignore[assignment]
+        self._host: np.ndarray = out if is_host else kernels.empty(shape, dtype)  # type: ignore[assignment]
         self.data = bytes_of(self._host)
 
     def result(self, like: Array | None) -> Array:

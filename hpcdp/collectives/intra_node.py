@@ -4,9 +4,9 @@ Every rank stages the shards of the others, reduces its own, and writes the resu
 allgather of Rabenseifner ("Optimization of Collective Reduction Operations", 2004), with ``2 (n - 1) / n`` sizes moving
 between cores. Very short arrays are staged completely and reduced by every rank, which saves a wait.
 
-Movements of data stage up to `STAGED_NBYTES`, two ranks more. The other ranks read longer data where they are, in the
-private memory of the rank's process (process_vm_readv(2)): one copy instead of two. Where the kernel refuses that, long
-data are staged in pieces.
+Movements of data stage up to `STAGED_NBYTES`, two ranks more. Longer data are copied from the private memory of one
+rank's process to that of another (process_vm_readv(2), process_vm_writev(2)): one copy instead of two. Where the kernel
+refuses that, long data are staged in pieces. See `kernels.shm_blocks`.
 
 Each rank also posts the signature of its call, so the same wait detects mismatched calls. Reductions run in the order
 of the local ranks, so all ranks get the same bits in every run.
@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -52,9 +53,13 @@ STAGED_NBYTES = 8 << 10
 """The longest data of a movement that a rank copies to the staging buffer. Others read longer ones in its own memory,
 by a system call that costs less than a second copy.
 """
-STAGED_BY_TWO_NBYTES, STAGED_AGAIN_BY_TWO_NBYTES = 128 << 10, 1 << 20
-"""The same for two ranks, of which the reader writes to the staged cache lines (`shm_exchange._LINE_NBYTES`), and for
-their repeated calls, which do not stage what no other rank needs.
+STAGED_BY_TWO_NBYTES, STAGED_WITH_LINES_NBYTES = 16 << 10, 256 << 10
+"""The same for two ranks, and on processors where the reader writes to the staged cache lines
+(`shm_exchange.CORES_KEEP_LINES`).
+"""
+TURNS_BY_TWO_NBYTES = 16 << 20
+"""The size of the blocks from which two ranks stage them for each other again, in turns: then they can write what they
+receive past the caches, which the system call does not.
 """
 _MARK_NBYTES, _MEET = 64, Call("preparation of the node's memory")
 _LEAST_COUNTS = 80
@@ -162,7 +167,11 @@ class _Staging:
 
     def __init__(self, calls: InMemory) -> None:
         memory = calls.memory
-        self._exchange, self._reduce = calls.exchange, kernels.load("gradients")
+        self._exchange, self._reduce, self._moving = (
+            calls.exchange,
+            kernels.load("gradients"),
+            kernels.load("shm_blocks"),
+        )
         self._ops = {name: getattr(self._reduce, name.upper()) for name in OPS}
         self._memory, self._calls = memory, calls
         self._done, self._different = self._exchange.DONE, self._exchange.DIFFERENT
@@ -177,7 +186,7 @@ class _Staging:
         self._other_reductions = memory.alloc(shape, np.uint8)
         self._rows = sums
         self._board = memory.alloc((2, memory.size, memory.size + _LEAST_COUNTS), np.int64)
-        self._direct = _direct_of(calls)
+        self._direct = _direct_of(calls, self._moving)
         self._by_all_nbytes = min(BY_ALL_NBYTES // max(memory.size - 1, 1), CHUNK_NBYTES)
 
     def allreduce_now(self, flat: np.ndarray, op: Reduction, call: Call) -> None:
@@ -215,6 +224,14 @@ class _Staging:
         where = staging, self._counters, self._state, call.signature
         return partial(self._exchange.sum_to_owners, *where, *op.factors(self._memory.size))
 
+    def for_root(self, x: np.ndarray, op: Reduction, root: int, call: Call) -> Exchange | None:
+        """Return the kernel ``sum(x, out)`` of arrays like ``x`` for ``root``; None if there is none."""
+        staging = self._sums.get(x.dtype) if op.name in ("sum", "mean") else None
+        if staging is None:
+            return None
+        where = staging, self._counters, self._state, call.signature
+        return partial(self._exchange.sum_to_root, *where, *op.factors(self._memory.size), root)
+
     def _run(self, exchange: Exchange, arrays: tuple[np.ndarray, ...], call: Call) -> None:
         """Run an exchange to its end, blocking."""
         self._calls.be_patient()
@@ -237,7 +254,11 @@ class _Staging:
     def moves(self, layout: BlockLayout, call: Call) -> Exchange:
         """Return the kernel ``move(sent, received)`` of a layout that all ranks know."""
         none, known = np.empty(0, np.int64), np.empty((self._memory.size, 0), np.int64)
-        return partial(self._exchange.exchange_again, none, known, *self._move_arguments(layout, call))
+        return self._moves_again(none, known, layout, call)
+
+    def _moves_again(self, counts: np.ndarray, known: np.ndarray, layout: BlockLayout, call: Call) -> Exchange:
+        moving = self._moving
+        return partial(moving.exchange_again, moving.repetition(counts, known, *self._move_arguments(layout, call)))
 
     def run_now(self, exchange: Exchange, call: Call, *arrays: np.ndarray) -> None:
         """Run an exchange of arrays to its end, blocking; nothing else may be in progress."""
@@ -275,7 +296,7 @@ class _Staging:
         self, call: Call, counts: np.ndarray, sent: np.ndarray, then: Callable[[np.ndarray], StepsTo[T]], ticket: int
     ) -> StepsTo[T]:
         yield from self._calls.turn(ticket, patient=False)
-        state, most = self._state, self._board.shape[2] - 1
+        state, most = self._state, self._board.shape[2] - 2
         try:
             last = (max(counts.size, 1) - 1) // most * most
             pieces = []
@@ -283,20 +304,20 @@ class _Staging:
                 piece, data = counts[first : first + most], sent if first == last else sent[:0]
                 board, kind = self._board, call.signature
                 where = self._direct, self._rows, self._counters, state, kind
-                announce = partial(self._exchange.announce, piece, board, *where)
+                announce = partial(self._moving.announce, piece, board, *where)
                 while (met := announce(data)) != self._done:
                     yield from self._not_yet(met, call)
                 pieces.append(board[state[self._exchange.HALF], :, : piece.size].copy())
                 if first < last:
-                    self._exchange.leave(state)
+                    self._moving.leave(state)
             return (yield from then(np.concatenate(pieces, axis=1)))
         finally:
-            self._exchange.leave(state)  # if nothing was moved
+            self._moving.leave(state)  # if nothing was moved
             self._calls.end()
 
     def exchange(self, blocks: Blocks, call: Call) -> Steps:
         """Move the blocks of all ranks, after `gather` with the same call."""
-        move = partial(self._exchange.exchange, *self._move_arguments(blocks.layout, call))
+        move = partial(self._moving.exchange, *self._move_arguments(blocks.layout, call))
         while (met := move(blocks.sent, blocks.received)) != self._done:
             yield from self._not_yet(met, call)
 
@@ -304,15 +325,21 @@ class _Staging:
         self, counts: Sequence[int], known: np.ndarray, layout: BlockLayout, call: Call
     ) -> BoundExchange | None:
         """Return `gather` and `exchange` of one kernel call, for counts of all ranks that are ``known``."""
-        if len(counts) >= self._board.shape[2]:
+        if len(counts) > self._board.shape[2] - 2:
             return None
-        mine = np.array(counts, np.int64)
-        return self.bound(partial(self._exchange.exchange_again, mine, known, *self._move_arguments(layout, call)))
+        return self.bound(self._moves_again(np.array(counts, np.int64), known, layout, call))
 
     def _move_arguments(self, layout: BlockLayout, call: Call) -> tuple[Any, ...]:
-        firsts, ends = np.array([*layout.firsts, layout.keeps_own], np.int64), np.array(layout.ends, np.int64)
-        where = self._board, self._direct, self._rows, self._counters, self._state
-        return firsts, ends, layout.longest, *where, call.signature
+        moving, n = self._moving, self._memory.size
+        plan = np.zeros((moving.ROWS, n + 1), np.int64)
+        plan[moving.FIRSTS] = *layout.firsts, layout.keeps_own
+        plan[moving.ENDS] = layout.ends
+        plan[moving.BEGINS : moving.STOPS + 1, :n] = np.transpose(layout.limits)
+        plan[[moving.BEGINS, moving.STOPS], n] = layout.longest, layout.largest
+        if layout.writes:
+            plan[[moving.WRITES, moving.PLACES], :n] = np.transpose(layout.writes)
+            plan[moving.WRITTEN] = *layout.written, 1
+        return plan, self._board, self._direct, self._rows, self._counters, self._state, call.signature
 
     def allreduce(self, flat: np.ndarray, op: Reduction, call: Call, patient: bool) -> Steps:
         """Reduce ``flat``, shape ``(count,)``, in place; a ``patient`` machine waits inside the kernels."""
@@ -338,7 +365,9 @@ class _Staging:
             yield from self._calls.difference(call)
         if met == self._exchange.UNREADABLE:
             raise WorldAborted(
-                call.operation, expected="the memory of the node's other ranks", got="an error of process_vm_readv(2)"
+                call.operation,
+                expected="the memory of the node's other ranks",
+                got="an error of process_vm_readv(2) or process_vm_writev(2)",
             )
         yield [self._calls.arrival]
 
@@ -373,32 +402,37 @@ class _Staging:
             self._half = 1 - self._half  # not reached after mismatched calls
 
 
-def _direct_of(calls: InMemory) -> np.ndarray:
-    """Return how each rank's data are read, see `shm_exchange.announce`; all ranks of the node call it together.
+def _direct_of(calls: InMemory, moving: ModuleType) -> np.ndarray:
+    """Return how each rank's data are read, see `shm_blocks.PROCESS`; all ranks of the node call it together.
 
-    The kernel may refuse to read the memory of other processes (Yama, containers). Then all data are staged.
+    The kernel may refuse to read or write the memory of other processes (Yama, containers). Then all data are staged.
     """
     memory, exchange = calls.memory, calls.exchange
-    direct = memory.alloc((memory.size, 3), np.int64)
-    marks = np.arange(memory.size)[:, None] * 7 + np.arange(_MARK_NBYTES)
-    mark = marks[memory.rank].astype(np.uint8)
-    direct[memory.rank, :2] = os.getpid(), mark.ctypes.data
+    n, me = memory.size, memory.rank
+    direct = memory.alloc((n, 3), np.int64)
+    marks = (np.arange(n)[:, None] * 7 + np.arange(_MARK_NBYTES)).astype(np.uint8)
+    mark, answers = marks[me].copy(), np.zeros(n, np.uint8)
+    direct[me] = os.getpid(), mark.ctypes.data, answers.ctypes.data
     calls.agree(_MEET)
-    read = np.empty_like(mark)
-    is_readable = all(
-        exchange.read_memory(pid, address, read) and bool((read == marks[rank] % 256).all())
-        for rank, (pid, address) in enumerate(direct[:, :2].tolist())
+    read, answer = np.empty_like(mark), np.ones(1, np.uint8)
+    is_usable = all(
+        exchange.read_memory(pid, marked, read)
+        and bool((read == marks[rank]).all())
+        and exchange.write_memory(pid, answered + me, answer)
+        for rank, (pid, marked, answered) in enumerate(direct.tolist())
     )
     calls.agree(_MEET)
-    direct[memory.rank, 1] = is_readable
+    direct[me, 1] = is_usable and bool(answers.all())
     calls.agree(_MEET)
-    made = direct.copy()
+    made = np.zeros((n, 3), np.int64)
+    made[:, moving.PROCESS] = direct[:, 0]
     if not direct[:, 1].all():
-        made[:, 1:] = np.iinfo(np.int64).max
-    elif memory.size == 2:
-        made[:, 1:] = STAGED_BY_TWO_NBYTES, STAGED_AGAIN_BY_TWO_NBYTES
+        made[:, moving.STAGED] = np.iinfo(np.int64).max
+    elif n == 2:
+        staged = STAGED_WITH_LINES_NBYTES if exchange.CORES_KEEP_LINES else STAGED_BY_TWO_NBYTES
+        made[:, moving.STAGED :] = min(staged, CHUNK_NBYTES), TURNS_BY_TWO_NBYTES
     else:
-        made[:, 1:] = STAGED_NBYTES
+        made[:, moving.STAGED :] = STAGED_NBYTES, np.iinfo(np.int64).max
     return made
 
 
@@ -418,8 +452,8 @@ def bound_allreduce(x: np.ndarray, op: Reduction, world: World, call: Call) -> B
 
 
 def bound_reduce(x: np.ndarray, op: Reduction, root: int, world: World, call: Call) -> BoundExchange | None:
-    """Return the exchange that is a `reduce` of arrays like ``x``, as `bound_allreduce`."""
-    return _staging_of(world).bound_sum(x, op, call)
+    """Return the exchange ``kernel(x, out)`` that is a `reduce` of arrays like ``x`` into the ``out`` of ``root``."""
+    return _staging_of(world).bound(_staging_of(world).for_root(x, op, root, call))
 
 
 def bound_reduce_scatter(x: np.ndarray, op: Reduction, world: World, call: Call) -> BoundExchange | None:
@@ -467,8 +501,15 @@ def reduce_scatter_steps(x: np.ndarray, out: np.ndarray, op: Reduction, world: W
 
 
 def reduce(x: np.ndarray, op: Reduction, root: int, world: World, call: Call) -> None:
-    """Reduce ``x``, shape ``(count,)``, over all ranks, in place on ``root``; elsewhere it is overwritten."""
-    allreduce(x, op, world, call)
+    """Reduce ``x``, shape ``(count,)``, over all ranks, in place on ``root``.
+
+    Elsewhere it is overwritten if there is no kernel for its dtype and reduction.
+    """
+    exchange = _staging_of(world).for_root(x, op, root, call)
+    if exchange is None:
+        allreduce(x, op, world, call)
+    else:
+        _staging_of(world).run_now(exchange, call, x, x)
 
 
 def broadcast(x: np.ndarray, root: int, world: World, call: Call) -> None:
@@ -507,8 +548,11 @@ def _allgathering(out: np.ndarray, world: World, call: Call) -> Exchange:
 
 
 def reduce_steps(x: np.ndarray, op: Reduction, root: int, world: World, call: Call) -> Steps:
-    """Return `reduce` as a machine."""
-    return allreduce_steps(x, op, world, call)
+    """Run `reduce` as a machine."""
+    exchange = _staging_of(world).for_root(x, op, root, call)
+    if exchange is None:
+        return allreduce_steps(x, op, world, call)
+    return _staging_of(world).run(exchange, call, x, x)
 
 
 def gather(

@@ -28,11 +28,12 @@ import platform
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from .copies import STREAMED_NBYTES, _address, _word, fence, stream_bytes
 from .jit import kernel
 
 STRIDE = 32
@@ -55,13 +56,7 @@ _copy_call = types.ExternalFunction(
     "syscall",
     types.int64(types.int64, types.int64, types.voidptr, types.int64, types.voidptr, types.int64, types.int64),
 )
-_memcpy = types.ExternalFunction("memcpy", types.voidptr(types.voidptr, types.voidptr, types.intp))
 _sched_yield = types.ExternalFunction("sched_yield", types.int32())
-
-
-def _word(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
-    data = cgutils.create_struct_proxy(array_type)(context, builder, array).data
-    return builder.gep(data, [index])
 
 
 @intrinsic
@@ -95,15 +90,6 @@ def add(typingctx: Any, counters: Any, index: Any, value: Any) -> Any:
         return builder.atomic_rmw("add", pointer, args[2], "seq_cst")
 
     return types.int32(counters, types.intp, types.int32), generate
-
-
-@intrinsic
-def _address(typingctx: Any, array: Any, index: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _word(context, builder, signature.args[0], *args)
-        return builder.bitcast(pointer, ir.IntType(8).as_pointer())
-
-    return types.voidptr(array, types.intp), generate
 
 
 @intrinsic
@@ -190,11 +176,12 @@ DTYPES = (np.dtype("float32"), np.dtype("float64"), np.dtype("int64"))
 """Dtypes for which the sums are called."""
 
 _BLOCK = 2048
-_PIECE_NBYTES = 1024
 _LINE_NBYTES = 64
-"""A cache line. A rank that reads another's staged lines, and nobody else does, writes to each of them: their rank then
-writes its next data 1.7 to 4 times as fast as if both cores still shared the lines (AMD EPYC, the second figure for
-cores of different L3 caches).
+"""A cache line."""
+CORES_KEEP_LINES = binding.get_host_cpu_name().startswith("znver")
+"""Whether a rank that reads another's staged lines, and nobody else does, should also write to each of them: on AMD
+EPYC their rank then writes its next data 1.7 to 4 times as fast as if both cores still shared the lines, the second
+figure for cores of different L3 caches. On Intel Xeon (Emerald Rapids) an exchange of 64 KB takes a fifth longer.
 """
 
 
@@ -212,13 +199,6 @@ _state_t = types.Array(types.int64, 1, "C")
 def _copy(out, x):  # type: ignore[no-untyped-def]
     for i in range(out.size):  # the error messages of a slice assignment would compile for three seconds
         out[i] = x[i]
-
-
-@njit(inline="always")
-def _copy_bytes(out, x):  # type: ignore[no-untyped-def]
-    # In pieces, because libc copies longer ones by instructions that are slow for lines in the cache of another core.
-    for first in range(0, x.size, _PIECE_NBYTES):
-        _memcpy(_address(out, first), _address(x, first), min(_PIECE_NBYTES, x.size - first))
 
 
 @njit(inline="always")
@@ -265,23 +245,21 @@ def _sum_in_both(mine, other, prescale, factor):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _sum_of_two(out, mine, other, prescale, factor):  # type: ignore[no-untyped-def]
-    if prescale == 1 and factor == 1:
-        for i in range(out.size):
-            total = mine[i] + other[i]
-            out[i] = total
-            other[i] = total  # see `_LINE_NBYTES`
-    else:
-        for i in range(out.size):
-            total = (mine[i] * prescale + other[i]) * factor
-            out[i] = total
-            other[i] = total
-
-
-@njit(inline="always")
 def _take_lines(staged, values):  # type: ignore[no-untyped-def]
     for i in range(0, staged.size, max(1, _LINE_NBYTES // staged.itemsize)):
         staged[i] = values[i]
+
+
+@njit(inline="always")
+def _sum_of_two(out, mine, other, prescale, factor):  # type: ignore[no-untyped-def]
+    if prescale == 1 and factor == 1:
+        for i in range(out.size):
+            out[i] = mine[i] + other[i]
+    else:
+        for i in range(out.size):
+            out[i] = (mine[i] * prescale + other[i]) * factor
+    if CORES_KEEP_LINES:
+        _take_lines(other, out)
 
 
 @njit(inline="always")
@@ -411,6 +389,74 @@ def sum_by_owners(staging, counters, state, kind, prescale, divisor, factor, x):
 
 
 @njit(inline="always")
+def _give(out, x, streams):  # type: ignore[no-untyped-def]
+    if streams:
+        stream_bytes(out.view(np.uint8), x.view(np.uint8))
+    else:
+        _copy(out, x)
+
+
+@kernel()
+def sum_to_root(staging, counters, state, kind, prescale, divisor, factor, root, x, out):  # type: ignore[no-untyped-def]
+    """Sum arrays for one rank: only ``out`` of ``root`` changes.
+
+    Ranks sum by shards, as in `sum_by_owners`; an owner writes its sum to what the root has staged, from where the root
+    copies it: two waits a chunk. Of two ranks the root sums several chunks alone, so that data move between cores once:
+    one wait a chunk. Arguments as `sum_by_all`, for any ``count``; ``out`` is like ``x``, or ``x`` itself, on ``root``,
+    and not used elsewhere.
+    """
+    n, chunk, me = staging.shape[1], staging.shape[2], state[ME]
+    is_alone = n == 2 and x.size > chunk
+    partial, streams = np.empty(_BLOCK, x.dtype), x.size * x.itemsize >= STREAMED_NBYTES
+    one, before, over, after = x.dtype.type(1), x.dtype.type(prescale), x.dtype.type(divisor), x.dtype.type(factor)
+    while state[POSITION] < x.size:
+        at = state[POSITION]
+        count = min(chunk, x.size - at)
+        piece, half = x[at : at + count], staging[state[HALF]]
+        lo, hi = count * me // n, count * (me + 1) // n
+        if is_alone:
+            lo, hi = 0, count if me == root else 0
+        if state[PHASE] == 0:
+            _scaled_copy(half[me, :lo], piece[:lo], before)
+            _scaled_copy(half[me, hi:count], piece[hi:], before)
+            _arrive(counters, state, kind)
+        if state[PHASE] == 1:
+            met = _all_arrived(counters, n, state, kind)
+            if met != DONE:
+                return met
+            for first in range(lo, hi, _BLOCK):
+                last = min(first + _BLOCK, hi)
+                block = partial[: last - first]
+                if n == 2:
+                    _sum_of_two(block, piece[first:last], half[1 - me, first:last], before, after)
+                else:
+                    _scaled_copy(
+                        block, piece[first:last] if me == 0 else half[0, first:last], before if me == 0 else one
+                    )
+                    for rank in range(1, n):
+                        row = piece[first:last] if me == rank else half[rank, first:last]
+                        _add(block, row, before if me == rank else one)
+                    _finish(block, over, after)
+                if me == root:
+                    _give(out[at + first : at + last], block, streams)
+                else:
+                    _copy(half[root, first:last], block)
+            if not is_alone:
+                _arrive(counters, state, kind)
+        met = _all_arrived(counters, n, state, kind)
+        if met != DONE:
+            return met
+        if me == root:
+            _give(out[at : at + lo], half[me, :lo], streams)
+            _give(out[at + hi : at + count], half[me, hi:count], streams)
+        _finish_chunk(state, at + count)
+    if streams:
+        fence()
+    state[POSITION] = 0
+    return DONE
+
+
+@njit(inline="always")
 def copy_memory(call, pid, address, here, nbytes):  # type: ignore[no-untyped-def]
     """Copy memory from or to a process; ``call`` is `READ_CALL` or `WRITE_CALL`. Return success."""
     if call < 0:
@@ -431,6 +477,12 @@ def copy_memory(call, pid, address, here, nbytes):  # type: ignore[no-untyped-de
 def read_memory(pid, address, out):  # type: ignore[no-untyped-def]
     """Read ``out.size`` bytes of the memory of a process into ``out``, shape ``(nbytes,)``, uint8; return success."""
     return copy_memory(READ_CALL, pid, address, np.int64(out.ctypes.data), out.size)
+
+
+@kernel()
+def write_memory(pid, address, x):  # type: ignore[no-untyped-def]
+    """Write ``x``, shape ``(nbytes,)``, uint8, to the memory of a process; return success."""
+    return copy_memory(WRITE_CALL, pid, address, np.int64(x.ctypes.data), x.size)
 
 
 @kernel()
@@ -486,164 +538,6 @@ def sum_to_owners(staging, counters, state, kind, prescale, divisor, factor, x, 
         _finish_chunk(state, start + width)
     state[POSITION] = 0
     return DONE
-
-
-@njit(inline="always")
-def _own_block(firsts, ends, me):  # type: ignore[no-untyped-def]
-    # The part of this rank's data that no other rank reads.
-    if firsts[ends.size - 1] == 0:
-        return 0, 0
-    return firsts[me], firsts[me] + ends[me + 1] - ends[me]
-
-
-@njit(inline="always")
-def _stage_others(row, sent, start, lo, hi):  # type: ignore[no-untyped-def]
-    stop = min(start + row.size, sent.size)
-    before, after = min(lo, stop), max(hi, start)
-    if start < before:
-        _copy_bytes(row[: before - start], sent[start:before])
-    if after < stop:
-        _copy_bytes(row[after - start : stop - start], sent[after:stop])
-
-
-@njit(inline="always")
-def _announce(counts, board, most, staging, counters, state, kind, sent, lo, hi):  # type: ignore[no-untyped-def]
-    if state[PHASE] == 0:
-        half, me = state[HALF], state[ME]
-        _copy(board[half, me, : counts.size], counts)
-        is_direct = sent.size - (hi - lo) > most
-        board[half, me, board.shape[2] - 1] = sent.ctypes.data if is_direct else -sent.ctypes.data
-        if not is_direct:
-            _stage_others(staging[half, me], sent, 0, lo, hi)
-        _arrive(counters, state, kind)
-    return _all_arrived(counters, staging.shape[1], state, kind)
-
-
-@njit(inline="always")
-def _move(firsts, ends, longest, board, direct, staging, counters, state, kind, sent, received):  # type: ignore[no-untyped-def]
-    n, chunk, me = staging.shape[1], staging.shape[2], state[ME]
-    own_first, own_last = _own_block(firsts, ends, me)
-    while True:
-        start = state[POSITION]
-        half = staging[state[HALF]]
-        addresses = board[state[HALF], :, board.shape[2] - 1]
-        if state[PHASE] == 0:
-            _stage_others(half[me], sent, start, own_first, own_last)
-            _arrive(counters, state, kind)
-        met = _all_arrived(counters, n, state, kind)
-        if met != DONE:
-            return met
-        any_direct = False
-        if start == 0:
-            for rank in range(n):
-                any_direct |= addresses[rank] > 0
-        if state[PHASE] == 1:
-            for distance in range(n):
-                rank = (me + distance) % n  # ranks read from different neighbors at a time
-                first, begin = firsts[rank], ends[rank]
-                size = ends[rank + 1] - begin
-                if any_direct and rank != me and (addresses[rank] > 0 or first + size > chunk):
-                    # No further chunk follows: also what a rank has staged is read where it is beyond the first one.
-                    at = abs(addresses[rank]) + first
-                    if size > 0 and not read_memory(direct[rank, 0], at, received[begin : begin + size]):
-                        return UNREADABLE
-                    continue
-                lo, hi = max(first, start), min(first + size, start + chunk)
-                if any_direct and rank == me:
-                    hi = first + size
-                if lo < hi:
-                    place = received[begin + lo - first : begin + hi - first]
-                    block = sent[lo:hi] if rank == me else half[rank, lo - start : hi - start]
-                    if place.ctypes.data != block.ctypes.data:
-                        _copy_bytes(place, block)
-                    if n == 2 and rank != me:
-                        _take_lines(block, place)
-            if any_direct:  # ranks may change their data when all have read them
-                _arrive(counters, state, kind)
-        if state[PHASE] == 2:
-            met = _all_arrived(counters, n, state, kind)
-            if met != DONE:
-                return met
-        _finish_chunk(state, start + chunk)
-        if state[POSITION] >= longest or any_direct:
-            state[POSITION] = 0
-            return DONE
-
-
-@kernel()
-def announce(counts, board, direct, staging, counters, state, kind, sent):  # type: ignore[no-untyped-def]
-    """Begin an `exchange`: gather the counts of all ranks, and stage the first data, or tell where longer ones are.
-
-    Args:
-        counts: shape ``(k,)``, int64; this rank's.
-        board: shape ``(2, n, most)``, int64, shared; gets the counts of all ranks, and last the addresses of data,
-            with a minus if these are staged.
-        direct: shape ``(n, 3)``, int64: the number of each rank's process, the longest data that are staged, and those
-            that `exchange_again` stages; others read longer ones in the memory of the process.
-        staging: shape ``(2, n, chunk)``, uint8, shared.
-        counters: as for `meet`.
-        state: as for `meet`.
-        kind: as for `meet`.
-        sent: shape ``(nbytes,)``, uint8, contiguous; this rank's data.
-
-    Returns:
-        `NOT_YET`, `DONE` or `DIFFERENT`; if done, the ranks call `exchange` next, or `leave` if any cannot.
-    """
-    return _announce(counts, board, direct[state[ME], 1], staging, counters, state, kind, sent, 0, 0)
-
-
-@kernel()
-def leave(state):  # type: ignore[no-untyped-def]
-    """End an exchange after its announcement, before anything was moved."""
-    if state[PHASE] == 1 and state[POSITION] == 0:
-        _finish_chunk(state, 0)
-
-
-@kernel()
-def exchange(firsts, ends, longest, board, direct, staging, counters, state, kind, sent, received):  # type: ignore[no-untyped-def]
-    """Move a block of bytes from every rank to every rank, after `announce`.
-
-    Args:
-        firsts: shape ``(n + 1,)``, int64; the position in each rank's data at which its block for this rank begins,
-            and last 1 if no other rank needs the block of this rank for itself.
-        ends: shape ``(n + 1,)``, int64; the limits of the blocks in ``received``.
-        longest: the largest ``sent.size`` of any rank.
-        board: as for `announce`.
-        direct: as for `announce`.
-        staging: as for `announce`.
-        counters: as for `announce`.
-        state: as for `announce`.
-        kind: as for `announce`.
-        sent: as for `announce`.
-        received: shape ``(ends[n],)``, uint8, contiguous; gets the blocks for this rank in the order of the senders.
-
-    Returns:
-        `NOT_YET`, `DONE`, `DIFFERENT` or `UNREADABLE`.
-    """
-    return _move(firsts, ends, longest, board, direct, staging, counters, state, kind, sent, received)
-
-
-@kernel()
-def exchange_again(counts, known, firsts, ends, longest, board, direct, staging, counters, state, kind, sent, received):  # type: ignore[no-untyped-def]
-    """Run `announce` and `exchange` if the counts of all ranks are ``known``, shape ``(n, k)``, int64.
-
-    Returns:
-        `NOT_YET`, `DONE`, `DIFFERENT` or `UNREADABLE`; `CHANGED` if some rank has announced other counts: then
-            `announce` has been run.
-    """
-    if state[POSITION] == 0 and state[PHASE] < 2:
-        lo, hi = _own_block(firsts, ends, state[ME])
-        # Blocks beyond a chunk of which only some are staged would be staged by one rank after another.
-        most = direct[state[ME], 1 if lo < hi else 2]
-        met = _announce(counts, board, most, staging, counters, state, kind, sent, lo, hi)
-        if met != DONE:
-            return met
-        announced = board[state[HALF]]
-        for rank in range(known.shape[0]):
-            for i in range(known.shape[1]):
-                if announced[rank, i] != known[rank, i]:
-                    return CHANGED
-    return _move(firsts, ends, longest, board, direct, staging, counters, state, kind, sent, received)
 
 
 MIXED, SUMMED = 2, 3

@@ -25,8 +25,9 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from .copies import _memcpy, _word
 from .jit import kernel
-from .shm_exchange import READ_CALL, WRITE_CALL, _memcpy, _pause, _word, add, copy_memory, load, store
+from .shm_exchange import READ_CALL, WRITE_CALL, _pause, add, copy_memory, load, store
 
 _LINE = 16
 """``int32`` words of a cache line."""

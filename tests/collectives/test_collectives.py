@@ -119,6 +119,30 @@ def test_other_reductions(collective, algorithm, n, short_segments):
     thread_comm.run(n, rank)
 
 
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("count", [0, 1, 7, 70_001, 600_011])
+def test_a_repeated_reduce_changes_the_result_of_the_root_only(n, count):
+    def rank(world):
+        me, values = world.rank, np.arange(count, dtype=np.float32) % 1000
+        wanted = values * (n * (n + 1) / 2)
+        for _ in range(3):
+            for root in (0, n - 1):
+                x, out = values * (me + 1), np.full(count + 2, 5, np.float32)[1:-1]
+                kept = x.copy()
+                assert reduce(x, "sum", root, world, out=out if me == root else None) is (out if me == root else x)
+                assert (x == kept).all()
+                assert (out == (wanted if me == root else 5)).all()
+                assert out.base[0] == out.base[-1] == 5
+                assert reduce(x, "sum", root, world, postscale=2.0, prescale=0.5) is x
+                assert (x == (wanted if me == root else kept)).all()
+                both = np.concatenate([kept, kept[:1]])
+                shifted = reduce(both[:count], "mean", root, world, out=both[-count:] if me == root else None)
+                if me == root and count:
+                    np.testing.assert_allclose(shifted, wanted / n, rtol=1e-6)
+
+    thread_comm.run(n, rank)
+
+
 @RANKS
 @pytest.mark.parametrize(("collective", "algorithm"), MOVING)
 def test_moving_data(collective, algorithm, n, short_segments):

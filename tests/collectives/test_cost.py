@@ -191,7 +191,7 @@ def test_memory_is_used_where_it_is_shared(nbytes):
     assert model_choice("allreduce", nbytes, 4, Topology((2, 2)), names) != "shared"
     assert model_choice("allgather", nbytes, 4, Topology((4,)), ALGORITHMS["allgather"]) == "shared"
     moved = model_choice("broadcast", nbytes, 4, Topology((4,)), ALGORITHMS["broadcast"])
-    assert moved == ("shared" if nbytes < 2 << 20 else "native")
+    assert moved == "shared"
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (1,) * 4, (2, 2), (2,) * 4, (8,) * 4, (4, 3, 1), (64,) * 16])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from raises import raises
 
 import hpcdp
+from hpcdp import kernels
 from hpcdp.collectives import algorithm_choice, blocks, data_movement, intra_node
 from hpcdp.comm import thread_comm
 from hpcdp.comm.progress import run_until_complete
@@ -494,29 +495,46 @@ def test_an_alltoall_over_nodes_tells_a_rank_no_more_than_it_needs(monkeypatch):
     assert thread_comm.run(8, rank, [2, 2, 2, 2]) == [[[2 + 3, 8 + 3 * 8 + 3 * 16], [3, 3 * 24]]] * 8
 
 
-@pytest.mark.parametrize("can_read", [True, False])
-def test_long_data_are_read_in_place_or_staged_in_pieces(can_read, monkeypatch):
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("way", ["read", "take turns", "refused"])
+def test_long_data_are_read_in_place_or_staged_in_pieces(way, n, monkeypatch):
     monkeypatch.setattr(intra_node, "CHUNK_NBYTES", 1 << 14)
-    if not can_read:  # as where the kernel refuses to read the memory of other processes
-        monkeypatch.setattr(intra_node, "STAGED_NBYTES", 1 << 40)
+    if way == "take turns":
+        monkeypatch.setattr(intra_node, "TURNS_BY_TWO_NBYTES", 1 << 15)
+    if way == "refused":  # as where the kernel refuses to read the memory of other processes
+        monkeypatch.setattr(kernels.load("shm_exchange"), "read_memory", lambda *_: False)
 
     def rank(world):
         n, me = world.size, world.rank
         for number in range(3):
             x = np.arange(30_001) + 7 * me + number
-            wanted = np.concatenate([np.arange(30_001) + 7 * other + number for other in range(n)])
-            out = np.empty(n * 30_001, int)
+            parts = [np.arange(30_001) + 7 * other + number for other in range(n)]
+            wanted, out = np.concatenate(parts), np.empty(n * 30_001, int)
             assert (hpcdp.allgather(x, world, out=out) == wanted).all()
             started = hpcdp.iallgather(x, world)
-            assert (hpcdp.broadcast(x.copy(), n - 1, world) == wanted[-30_001:]).all()
+            assert (hpcdp.broadcast(x.copy(), n - 1, world) == parts[-1]).all()
             assert (started.wait() == wanted).all()
             rows = hpcdp.scatter(wanted if me == 0 else None, 0, world, [30_001] * n)
             assert (rows == x).all()
-            parts = [np.full((me + other) % 3 * 5000, other + number) for other in range(n)]
-            received, counts = hpcdp.alltoall(np.concatenate(parts), [len(part) for part in parts], world)
-            assert (received == me + number).all() and counts.sum() == len(received)
+            # Ranks with long and short data, of which the root has what it reads and what others write to it.
+            gathered = hpcdp.gather(x[: 30_001 >> 4 * me], n - 1, world)
+            if me == n - 1:
+                assert (gathered == np.concatenate([part[: 30_001 >> 4 * r] for r, part in enumerate(parts)])).all()
+            sizes = [[(a + b + number // 2) % 3 * 5000 + (a == b) * 9000 for b in range(n)] for a in range(n)]
+            sent = np.concatenate([np.full(size, 10 * me + to) for to, size in enumerate(sizes[me])])
+            received, counts = hpcdp.alltoall(sent, sizes[me], world)
+            assert counts.tolist() == [row[me] for row in sizes]
+            assert (received == np.repeat(10 * np.arange(n) + me, counts)).all()
+        # Results that are written past the caches, to any address.
+        x = np.arange(2_500_001, dtype=np.uint8) + np.uint8(me)
+        wanted = np.concatenate([np.arange(x.size, dtype=np.uint8) + np.uint8(other) for other in range(n)])
+        for first in (0, 3):
+            out = np.empty(n * x.size + 3, np.uint8)[first : first + n * x.size]
+            assert (hpcdp.allgather(x, world, out=out) == wanted).all()
+            rows = hpcdp.alltoall(np.tile(x, n), world=world, out=out)
+            assert (rows == wanted).all()
 
-    thread_comm.run(3, rank)
+    thread_comm.run(n, rank)
 
 
 def check_staged_by_one(world):
