@@ -13,7 +13,7 @@ import numpy as np
 from ..comm import Monoid, Reduction, World
 from ..comm.communicator import Quotients, Steps, StepsTo, bounds, refuse_factors, resolve
 from ..comm.consistency import Call
-from ..comm.progress import Operation, ProgressEngine
+from ..comm.progress import Operation, ProgressEngine, all_ended
 from ..comm.watchdog import Watchdog
 from ..core.arrays import Array, from_host, is_float, on_device_of
 from ..core.checks import number
@@ -541,6 +541,34 @@ def _rooted(
     return plan, host if plan.algorithm.spares_input and is_usable else host.copy(order="C"), x
 
 
+def part_of_group(
+    operation: str,
+    x: np.ndarray,
+    op: str | Monoid | None,
+    world: World,
+    algorithm: str = "auto",
+    root: int = 0,
+    factors: tuple[float, float] = (1.0, 1.0),
+    result: np.ndarray | None = None,
+) -> Steps:
+    """Return a collective as an algorithm, for an operation that runs several.
+
+    The first call of a kind may wait for the other ranks.
+
+    Args:
+        operation: the name of a nonblocking function of this module.
+        x: shape ``(count,)``; the working memory, and the result unless there is another array for it.
+        op: the reduction; None for a broadcast.
+        world: the ranks.
+        algorithm: as for `allreduce`.
+        root: the root of a broadcast.
+        factors: before and after the reduction.
+        result: receives this rank's shard of a reduce-scatter.
+    """
+    plan = _planned(operation, x, _MOVED if op is None else op, algorithm, world, root, *factors)
+    return plan.moving(world, x, root) if op is None else plan.machine(world, x, result=result)
+
+
 @dataclass(slots=True)
 class _Plan:
     """A validated kind of call: its algorithm, its reduction, and the values that must agree on all ranks."""
@@ -627,8 +655,8 @@ class _PlanOfQuotients(_Plan):
     def machine(self, world: World, x: np.ndarray, *root: int, result: np.ndarray | None = None) -> Steps:
         """See `_Plan.machine`."""
         sums, shards = self._begun(world, x, result)
-        for part, shard in zip(sums.parts, shards, strict=True):
-            yield from _Plan.machine(self, world, part, *root, result=shard)
+        parts = zip(sums.parts, shards, strict=True)
+        yield from all_ended([_Plan.machine(self, world, part, *root, result=shard) for part, shard in parts])
         self._finish(world, x, root, sums, shards, result)
 
     def _begun(
@@ -699,6 +727,8 @@ def _planned(
                 progress.finish()
                 progress.calls.agree(_call(operation, x, op, algorithm, root, factors, fact))
             plan = _validated(operation, x, op, algorithm, world, root, factors, fact)
+            if plan.algorithm.prepare is not None and world.size > 1:  # now: an operation may begin on the lane
+                ProgressEngine.of(world).prepare(plan.algorithm.prepare, world, plan.call)
             plans = world.kept.setdefault(CHOICES, {})
             if len(plans) >= _MOST_PLANS:
                 plans.clear()

@@ -410,10 +410,13 @@ def _repeated_of(exchange: Exchange, world: World) -> _Repeated | None:
 _NO_BYTES = np.empty(0, np.uint8)
 
 
-def started(name: str, steps: StepsTo[T], x: object, world: World) -> Operation[T]:
-    """Start the steps of a nonblocking operation; the first steps of a world may wait for the other ranks."""
+def started(name: str, steps: StepsTo[T], x: object, world: World, after: Operation[Any] | None = None) -> Operation[T]:
+    """Start the steps of a nonblocking operation; the first steps of a world may wait for the other ranks.
+
+    Steps ``after`` another operation begin when it has ended, see `ProgressEngine.start`.
+    """
     with Watchdog.of(world).watching(name, x):
-        return ProgressEngine.of(world).start(name, steps, x)
+        return ProgressEngine.of(world).start(name, steps, x, after=after)
 
 
 def run_exchange(exchange: Exchange, world: World, x: object) -> Any:

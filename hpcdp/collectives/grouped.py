@@ -9,21 +9,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from ..comm import Monoid, World
-from ..comm.communicator import PolledRequest, StepsTo, bounds
+from ..comm.communicator import Steps, StepsTo, bounds
 from ..comm.consistency import Call
-from ..comm.progress import Operation
+from ..comm.progress import Operation, all_ended
 from ..core.arrays import Array, from_host
 from ..core.checks import described
 from ..errors import UnsupportedError
 from . import api, data_movement
+from .algorithm_choice import CHOICES
 from .blocks import offsets
 from .data_movement import ArrayT, Exchange, Moved
-from .staging import accepts_tensors, bring_back, bytes_of, check_writeable, movable, ranks_of
+from .staging import accepts_tensors, bring_back, bytes_of, check_writeable, checked_root, movable, ranks_of
 
 
 @accepts_tensors
@@ -72,9 +72,10 @@ def igrouped_allreduce(
     for x in group.arrays:
         check_writeable(name, "xs", x)
     packed: list[Array] = [np.concatenate([group.hosts[i].reshape(-1) for i in members]) for members in group.by_dtype]
-    operations: list[Operation[Any]] = [_compared(name, group, world)]
-    factors = {"prescale": prescale, "postscale": postscale}
-    operations += [api.iallreduce(part, op, world, algorithm, **factors) for part in packed]
+    factors = prescale, postscale
+
+    def parts() -> list[Steps]:
+        return [api.part_of_group("iallreduce", part, op, world, algorithm, factors=factors) for part in packed]
 
     def finish() -> list[Array]:
         for members, part in zip(group.by_dtype, packed, strict=True):
@@ -83,7 +84,7 @@ def igrouped_allreduce(
                 bring_back(part[first:last].reshape(group.hosts[i].shape), group.arrays[i])
         return group.arrays
 
-    return _when_complete(name, operations, finish, group, world)
+    return _started(name, group, world, _reduction_facts(op, algorithm, factors), parts, finish)
 
 
 @accepts_tensors
@@ -127,10 +128,8 @@ def igrouped_reduce_scatter(
 ) -> Operation[list[ArrayT]]:
     """Start a `grouped_reduce_scatter`, with the same arguments and errors; ``wait()`` returns its result."""
     name, world = "grouped_reduce_scatter", ranks_of(world)
-    factors: dict[str, Any] = {"prescale": prescale, "postscale": postscale}
-    group, n = _FusedArrays.of(name, xs), world.size
+    group, n, factors = _FusedArrays.of(name, xs), world.size, (prescale, postscale)
     limits = [bounds(host.size, n) for host in group.hosts]
-    operations: list[Operation[Any]] = [_compared(name, group, world)]
     scattered = []
     for members in group.by_dtype:
         # A row for each rank: its shard of each array, all padded to the longest shard of that array.
@@ -140,19 +139,23 @@ def igrouped_reduce_scatter(
             x = group.hosts[i].reshape(-1)
             for row, (first, last) in zip(rows, itertools.pairwise(limits[i]), strict=True):
                 row[start : start + last - first] = x[first:last]
-        own = np.empty(starts[-1], rows.dtype)
-        operations.append(api.ireduce_scatter(rows.reshape(-1), op, world, algorithm, own, **factors))
-        scattered.append((members, starts, own))
+        scattered.append((members, starts, rows.reshape(-1), np.empty(starts[-1], rows.dtype)))
+
+    def parts() -> list[Steps]:
+        return [
+            api.part_of_group("ireduce_scatter", rows, op, world, algorithm, factors=factors, result=own)
+            for _, _, rows, own in scattered
+        ]
 
     def finish() -> list[Array]:
         shards: list[Array] = list(group.arrays)
-        for members, starts, own in scattered:
+        for members, starts, _, own in scattered:
             for i, start in zip(members, starts, strict=False):
                 size = limits[i][world.rank + 1] - limits[i][world.rank]
                 shards[i] = from_host(own[start : start + size].copy(), group.arrays[i])
         return shards
 
-    return _when_complete(name, operations, finish, group, world)
+    return _started(name, group, world, _reduction_facts(op, algorithm, factors), parts, finish)
 
 
 @accepts_tensors
@@ -231,12 +234,14 @@ def grouped_broadcast(xs: Sequence[ArrayT], root: int = 0, world: World | None =
 def igrouped_broadcast(xs: Sequence[ArrayT], root: int = 0, world: World | None = None) -> Operation[list[ArrayT]]:
     """Start a `grouped_broadcast`, with the same arguments and errors; ``wait()`` returns its result."""
     name, world = "grouped_broadcast", ranks_of(world)
-    group = _FusedArrays.of(name, xs)
+    group, root = _FusedArrays.of(name, xs), checked_root(name, root, world)
     is_root = world.rank == root
     for x in group.arrays if not is_root else ():
         check_writeable(name, "xs", x)
     packed: Array = np.concatenate([bytes_of(host) for host in group.hosts])
-    operations: list[Operation[Any]] = [_compared(name, group, world), api.ibroadcast(packed, root, world)]
+
+    def parts() -> list[Steps]:
+        return [api.part_of_group("ibroadcast", packed, None, world, root=root)]
 
     def finish() -> list[Array]:
         ends = offsets([host.nbytes for host in group.hosts])
@@ -245,7 +250,7 @@ def igrouped_broadcast(xs: Sequence[ArrayT], root: int = 0, world: World | None 
                 bring_back(packed[first:last].view(host.dtype).reshape(host.shape), x)
         return group.arrays
 
-    return _when_complete(name, operations, finish, group, world)
+    return _started(name, group, world, [f"root {root}"], parts, finish)
 
 
 @dataclass(frozen=True)
@@ -268,22 +273,41 @@ class _FusedArrays:
         return cls(list(xs), hosts, list(by_dtype.values()))
 
 
-def _compared(name: str, group: _FusedArrays, world: World) -> Operation[None]:
-    """Compare the shapes and dtypes of all arrays; packed arrays would agree if only their sum does."""
-    facts = [f"{host.shape} {host.dtype.name}" for host in group.hosts]
-    call = Call(name, f"{name} of {len(facts)} arrays", *facts)
-    return data_movement.start_exchange(data_movement.comparison(call), world, group.arrays)
+def _reduction_facts(op: str | Monoid, algorithm: str, factors: tuple[float, float]) -> list[str]:
+    name = op.name if isinstance(op, Monoid) else op
+    return [f"op {name!r}", f"algorithm {algorithm!r}", f"prescale and postscale {factors}"]
 
 
-def _when_complete(
+def _started(
     name: str,
-    operations: Sequence[Operation[Any]],
-    finish: Callable[[], list[Array]],
     group: _FusedArrays,
     world: World,
+    facts: Sequence[str],
+    parts: Callable[[], list[Steps]],
+    finish: Callable[[], list[Array]],
 ) -> Operation[list[Array]]:
+    """Start a collective of several arrays: a comparison of the calls, and then its parts.
+
+    Parts begin only when all ranks have made the same call, because ranks with other arrays may have fewer parts.
+
+    Args:
+        name: the function.
+        group: the arrays.
+        world: the ranks.
+        facts: what ranks must agree on beside the arrays.
+        parts: returns the algorithms that move the packed arrays.
+        finish: returns the result, after the ends of all parts.
+    """
+    arrays = [f"{host.shape} {host.dtype.name}" for host in group.hosts]
+    call = Call(name, f"{name} of {len(arrays)} arrays", *arrays, *facts)
+    compared = data_movement.start_exchange(data_movement.comparison(call), world, group.arrays)
+    if call.facts not in world.kept.get(CHOICES, ()):
+        compared.wait()  # the first parts of a kind may need all ranks for their preparation
+    machines = parts()
+    world.kept.setdefault(CHOICES, {})[call.facts] = None
+
     def steps() -> StepsTo[list[Array]]:
-        yield [PolledRequest(operation.has_ended) for operation in operations]
+        yield from all_ended(machines)
         return finish()
 
-    return data_movement.started(name, steps(), group.arrays, world)
+    return data_movement.started(name, steps(), group.arrays, world, after=compared)

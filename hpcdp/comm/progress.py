@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 from ..core.arrays import Array
 from ..engine.engine import ADVANCED
 from ..errors import UnsupportedError
-from .communicator import LANE_BITS, OPERATION_BITS, Request, Steps, StepsTo, make_tag, split, wait_for
+from .communicator import LANE_BITS, OPERATION_BITS, PolledRequest, Request, Steps, StepsTo, make_tag, split, wait_for
 from .consistency import Call, Calls
 from .node_messages import Mailbox
 from .watchdog import OWN, Watchdog
@@ -218,6 +218,27 @@ def together(machines: Sequence[Steps]) -> Steps:
         yield [TaskGroup(machines)]
 
 
+def all_ended(machines: Sequence[Steps]) -> Steps:
+    """Run algorithms that make collective calls, begun in this order, all to their ends; then raise the first error.
+
+    Every rank must make each of the calls, also after one that has failed.
+    """
+    errors: list[Exception] = []
+
+    def caught(machine: Steps) -> Steps:
+        try:
+            yield from machine
+        except Exception as error:
+            errors.append(error)
+
+    yield [TaskGroup(map(caught, machines))]
+    if errors:
+        raise errors[0]
+
+
+_MOST_CALLS = 64
+"""The most collective calls that an operation makes when it begins."""
+
 _LANE = "progress"
 """The name of the engine's lane on which a world's nonblocking operations progress."""
 
@@ -269,6 +290,10 @@ class ProgressEngine:
         self._signatures = world.comm.signatures
         self.active = TaskGroup([])
         """The operations in progress."""
+        self._not_begun: deque[object] = deque()
+        """Tokens of operations that have not begun, because they wait for another one, or for those before them."""
+        self._num_begun = 0
+        """The number of operations of all ranks that have begun and not ended."""
         self._over: deque[Operation[Any]] = deque()
         """Operations that are over, and whose callbacks have not been called."""
         self.turn = threading.RLock()
@@ -319,7 +344,14 @@ class ProgressEngine:
         operation.value, operation.is_over = value, True
         return operation
 
-    def start(self, name: str, steps: StepsTo[T], x: object, peers: Sequence[int] | None = None) -> Operation[T]:
+    def start(
+        self,
+        name: str,
+        steps: StepsTo[T],
+        x: object,
+        peers: Sequence[int] | None = None,
+        after: Operation[Any] | None = None,
+    ) -> Operation[T]:
         """Start an algorithm. It progresses on the world's progress lane, and whenever any request of it is tested.
 
         Without MPI's THREAD_MULTIPLE it progresses during tests only. An error ends this algorithm alone and is raised
@@ -331,14 +363,23 @@ class ProgressEngine:
             x: the array that reports describe.
             peers: for an operation that not all ranks start, the one rank that it waits for, or none if that may be any
                 rank. None if all ranks start it.
+            after: an operation whose end the first steps wait for, or whose error they raise. So do operations of all
+                ranks that are started later, which keep their order.
         """
         ended = False
         failure: BaseException | None = None
+        waits = after is not None or (bool(self._not_begun) and peers is None)
 
         def to_its_end() -> Steps:
             nonlocal ended, failure
             try:
-                operation.value = yield from steps
+                if waits:
+                    yield from self._turn_after(after)
+                self._num_begun += peers is None
+                try:
+                    operation.value = yield from steps
+                finally:
+                    self._num_begun -= peers is None
             except Exception as error:
                 failure = error
             except BaseException as error:  # Ctrl-C ends the wait with the operation incomplete
@@ -376,6 +417,28 @@ class ProgressEngine:
         if isinstance(failure, UnsupportedError):
             raise failure
         return operation
+
+    def _turn_after(self, first: Operation[Any] | None) -> Steps:
+        """Wait until ``first`` has ended, and all operations that were started before have begun."""
+        token = object()
+        self._not_begun.append(token)
+
+        def may_begin() -> bool:
+            if self._not_begun[0] is not token or not (first is None or first.has_ended()):
+                return False
+            round_ = self.calls.number + _MOST_CALLS >> OPERATION_BITS
+            if round_ == self._round:
+                return True
+            if self._num_begun:
+                return False
+            self._round = round_  # here, because `tag` would finish this operation, too
+            self.calls.number = max(self.calls.number, round_ << OPERATION_BITS)
+            return True
+
+        try:
+            yield [PolledRequest(may_begin)]
+        finally:
+            self._not_begun.remove(token)
 
     def run(self, name: str, steps: StepsTo[T], x: object, peers: Sequence[int] | None = None) -> T:
         """Run an algorithm to its end, while operations that are in progress go on; return its result.

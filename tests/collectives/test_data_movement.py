@@ -242,6 +242,10 @@ DIFFERENT = {
     "array of a group": lambda world: hpcdp.grouped_allreduce(
         [np.zeros(2 + world.rank % 2), np.zeros(3 - world.rank % 2)], world=world
     ),
+    "dtypes of a group": lambda world: hpcdp.grouped_reduce_scatter(
+        [np.zeros(6), np.zeros(6, "int32" if world.rank else "float64")], world=world
+    ),
+    "op of a group": lambda world: hpcdp.grouped_allreduce([np.zeros(3)], "max" if world.rank else "sum", world),
 }
 
 
@@ -253,6 +257,8 @@ def test_calls_that_differ_are_an_error_on_every_rank(case, is_warm, nodes):
         if is_warm:
             for _ in range(20):
                 hpcdp.allgather(np.zeros((world.rank, 3)), world)
+                hpcdp.grouped_reduce_scatter([np.zeros(6), np.zeros(6)], world=world)
+                hpcdp.grouped_allreduce([np.zeros(3)], world=world)
         with pytest.raises(MismatchError) as caught:
             DIFFERENT[case](world)
         assert "rank 0" in caught.value.expected
@@ -345,6 +351,33 @@ def test_grouped_operations(n, nodes, arrays):
         for i, x in enumerate(gathered):
             wanted = [np.repeat(np.atleast_1d(made(other)[i]), other, 0) for other in range(n)]
             np.testing.assert_array_equal(x, np.concatenate(wanted))
+
+    thread_comm.run(n, rank, nodes)
+
+
+@pytest.mark.parametrize("nodes", [None, 1])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_operations_of_several_calls_are_under_way_together(n, nodes):
+    """They keep their order, also when the numbers of calls start again (after 2,048)."""
+
+    def rank(world):
+        me, ranks = world.rank, range(n)
+        for turn in range(3 if nodes else 120):
+            means = [hpcdp.iallreduce(np.full(3, 100 * i + me), "mean", world) for i in range(4)]
+            one = hpcdp.igrouped_allreduce(
+                [np.full(2, me, "f4"), np.full(3, 2 * me), np.full(1, me, "u8")], "mean", world
+            )
+            sums = hpcdp.iallreduce(np.full(3, me + turn), "sum", world)
+            other = hpcdp.igrouped_reduce_scatter([np.full(n, 2.0 * me), np.full(n, me)], "sum", world)
+            sent = hpcdp.igrouped_broadcast([np.full(2, me), np.full(1, 0.5 * me)], n - 1, world)
+            operations = [*means, one, sums, other, sent]
+            for operation in operations if me % 2 else reversed(operations):
+                operation.wait()
+            assert [x.value[0] for x in means] == [sum(100 * i + r for r in ranks) // n for i in range(4)]
+            assert [x[0] for x in one.value] == [(n - 1) / 2, n - 1, (n - 1) // 2]
+            assert sums.value.tolist() == [sum(ranks) + turn * n] * 3
+            assert [x[0] for x in other.value] == [2 * sum(ranks), sum(ranks)]
+            assert [x[0] for x in sent.value] == [n - 1, 0.5 * (n - 1)]
 
     thread_comm.run(n, rank, nodes)
 
