@@ -17,6 +17,7 @@ import fractions
 import json
 import pathlib
 import sys
+import traceback
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -32,7 +33,7 @@ from ..errors import UnsupportedError, type_named
 from . import data_movement
 from .blocks import offsets
 from .point_to_point import irecv, isend, recv, send
-from .staging import bytes_of, checked_root, ranks_of
+from .staging import bytes_of, checked_root, ranks_of, refuse_mask
 
 _ALIGNED = 16
 """The alignment of arrays in a message, in bytes."""
@@ -66,8 +67,8 @@ def broadcast_object(value: Any = None, root: int = 0, world: World | None = Non
 
     Args:
         value: on ``root`` the object; ignored on other ranks. It consists of None, bools, numbers, strings, bytes,
-            lists, tuples, sets, dicts, arrays of NumPy, CuPy and PyTorch, dtypes, paths, dates, times, `Decimal`,
-            `Fraction`, `UUID`, enumeration members, named tuples and dataclasses.
+            lists, tuples, sets, dicts, arrays of NumPy, CuPy and PyTorch, NumPy's dtypes, paths, dates, times,
+            `Decimal`, `Fraction`, `UUID`, enumeration members, named tuples and dataclasses.
         root: the rank whose object is sent.
         world: the ranks; default `hpcdp.init()`.
 
@@ -177,20 +178,23 @@ def iscatter_object(values: Sequence[Any] | None = None, root: int = 0, world: W
 def _scatter(name: str, values: Any, root: int, world: World) -> _ObjectCall:
     messages = [_NOTHING] * world.size
     if world.rank == checked_root(name, root, world):
-        if isinstance(values, Sequence) and not isinstance(values, str) and len(values) == world.size:
-            try:
-                messages = [encoded(value, name) for value in values]
-            except UnsupportedError as error:
-                messages = [_refusal(error)] * world.size
-        else:
-            failure = UnsupportedError(
-                name, where="values", expected=f"a list of {world.size} objects, one for each rank",
-                got=described(values),
-            )  # fmt: skip
-            messages = [_refusal(failure)] * world.size
+        try:
+            messages = [encoded(value, name) for value in _one_for_each_rank(name, values, world.size)]
+        except UnsupportedError as error:
+            messages = [_refusal(error)] * world.size
     sizes = [message.size for message in messages]
     exchange = data_movement.scatter_exchange(name, world, np.concatenate(messages), root, sizes, None)
     return _ObjectCall(world, exchange, lambda mine: decoded(_messages(name, mine)[0]))
+
+
+def _one_for_each_rank(name: str, values: Any, n: int) -> list[Any]:
+    try:
+        if isinstance(values, Sequence) and not isinstance(values, str) and len(objects := list(values)) == n:
+            return objects
+        got = described(values)
+    except Exception as error:
+        raise _unreadable(name, "values", error) from error
+    raise UnsupportedError(name, where="values", expected=f"a list of {n} objects, one for each rank", got=got)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,11 +303,22 @@ def encoded(value: Any, operation: str = "broadcast_object") -> np.ndarray:
     """Return an object as a message, shape ``(nbytes,)``, uint8.
 
     Raises:
-        UnsupportedError: it contains a value of a kind that is not sent.
+        UnsupportedError: it contains a value of a kind that is not sent, or reading it raises an error, as a property
+            or an unset field does.
     """
-    arrays: list[np.ndarray] = []
-    document = _Encoder(operation, arrays).plain(value, "value", 0)
-    return _message(_SENT, json.dumps(document, separators=(",", ":")), arrays)
+    encoder = _Encoder(operation)
+    try:
+        document = encoder.plain(value, "value", 0)
+        return _message(_SENT, json.dumps(document, separators=(",", ":")), encoder.arrays)
+    except UnsupportedError:
+        raise
+    except Exception as error:  # from the object's own code; on this rank alone it would leave the others waiting
+        raise _unreadable(operation, encoder.where, error) from error
+
+
+def _unreadable(operation: str, where: str, error: Exception) -> UnsupportedError:
+    raised = "".join(traceback.format_exception_only(error)).strip()  # also if str(error) fails
+    return UnsupportedError(operation, where=where, expected="an object that can be read", got=raised)
 
 
 def decoded(message: np.ndarray) -> Any:
@@ -319,12 +334,16 @@ def decoded(message: np.ndarray) -> Any:
 
 
 class _Encoder:
-    def __init__(self, operation: str, arrays: list[np.ndarray]) -> None:
-        self._operation, self._arrays = operation, arrays
+    def __init__(self, operation: str) -> None:
+        self._operation = operation
+        self.arrays: list[np.ndarray] = []
+        """The arrays of the object, which follow the document."""
+        self.where = ""
+        """The name of the part that is being read."""
 
     def plain(self, value: Any, where: str, depth: int) -> Any:
         """Return a value as JSON has it; ``where`` names it in errors."""
-        kind = type(value)
+        self.where, kind = where, type(value)
         if value is None or kind in (bool, str, float) or (kind is int and abs(value) < _JSON_INTEGERS):
             return value
         if depth > _MOST_DEPTH:
@@ -338,9 +357,12 @@ class _Encoder:
         if kind in _AS_TEXT:
             name, encode, _ = _AS_TEXT[kind]
             return [name, encode(value)]
+        if isinstance(value, enum.Flag):  # combined flags may have no name
+            return ["flag", *_class_name(kind), self.plain(value.value, f"{where}.value", depth + 1)]
         if isinstance(value, enum.Enum):
             return ["enum", *_class_name(kind), value.name]
-        if dataclasses.is_dataclass(value):
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            object.__new__(kind)  # receivers do this, which raises an error for subclasses of dict, int and others
             fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
             items = {name: self.plain(item, f"{where}.{name}", depth + 1) for name, item in fields.items()}
             return ["dataclass", *_class_name(kind), items]
@@ -354,7 +376,8 @@ class _Encoder:
         tensors = kinds[kind]
         if tensors is not None:
             return ["tensor", tensors.name, self._array(tensors.as_values(value), where)]
-        return self._refuse(where, _KINDS, type_named(value))
+        got = f"the class {value.__qualname__}" if isinstance(value, type) else type_named(value)
+        return self._refuse(where, _KINDS, got)
 
     def _mapping(self, value: Any, where: str, depth: int) -> Any:
         items = [(key, self.plain(item, f"{where}[{key!r}]", depth + 1)) for key, item in value.items()]
@@ -364,11 +387,12 @@ class _Encoder:
         return ["dict" if type(value) is dict else "ordered", *pairs]
 
     def _array(self, value: Any, where: str) -> Any:
+        refuse_mask(self._operation, where, value)
         host = np.asarray(to_host(value))
         if host.dtype.kind not in "iufcbUSmM" and not is_float(host.dtype):
             self._refuse(where, "an array of numbers, bools, text or times", f"one of dtype {host.dtype}")
         host = native(host)
-        self._arrays.append(host)
+        self.arrays.append(host)
         kind = "scalar" if isinstance(value, np.generic) else "array"
         return [kind, _dtype_name(host.dtype), *host.shape]
 
@@ -408,8 +432,10 @@ class _Decoder:
         cls = _class_of(module, name)
         if kind == "enum":
             return cls[items[0]]
+        if kind == "flag":
+            return cls(self.value(items[0]))
         if kind == "namedtuple":
-            return cls(*(self.value(item) for item in items))
+            return tuple.__new__(cls, map(self.value, items))  # subclasses may have constructors of their own
         made = object.__new__(cls)
         for field, item in items[0].items():
             object.__setattr__(made, field, self.value(item))

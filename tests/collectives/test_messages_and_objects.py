@@ -164,7 +164,62 @@ class Color(enum.Enum):
     RED = 1
 
 
+class Mode(enum.Flag):
+    READ = 1
+    WRITE = 2
+
+
+class Bits(enum.IntFlag):
+    ONE = 1
+
+
+@dataclasses.dataclass
+class Unset:
+    a: int
+    b: int = dataclasses.field(init=False)
+
+
+@dataclasses.dataclass
+class Table(dict):
+    """Not made by ``object.__new__``, as receivers make dataclasses."""
+
+    a: int = 0
+
+
+@dataclasses.dataclass
+class Failing:
+    """Its field cannot be read, and the error cannot be printed."""
+
+    a: int
+
+    def __getattribute__(self, name):
+        if name == "a":
+            raise Unprintable
+        return super().__getattribute__(name)
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+class FailingKey:
+    def __repr__(self):
+        raise RecursionError("too deep")
+
+
+class FailingList(list):
+    def __len__(self):
+        raise OSError("no length")
+
+
 Pair = collections.namedtuple("Pair", "first second")
+
+
+class Sum(Pair):
+    def __new__(cls, total):
+        return super().__new__(cls, total, 0)
+
 
 THINGS = {
     "plain": [1, 2.5, None, True, "ü\ud800", float("inf"), -(2**70), 10**5000],
@@ -179,6 +234,7 @@ THINGS = {
     ],
     "bytes": [b"\0\1", bytearray(b"abc"), 1 + 2j],
     "numbers": [fractions.Fraction(1, 3), decimal.Decimal("1.10"), uuid.UUID(int=7)],
+    "flags": [Mode.READ, Mode.READ | Mode.WRITE, Mode(0), ~Mode.READ, Bits(1 << 70 | 1), Sum(3)],
     "classes": [Point(1, np.ones(2)), Color.RED, Pair(1, np.ones(1)), collections.OrderedDict(b=1, a=2)],
 }  # fmt: skip
 
@@ -235,7 +291,14 @@ def recursive():
     return made
 
 
-@pytest.mark.parametrize("value", [object(), {"a": [1, print]}, np.array([object()]), recursive(), Exception("x")])
+@pytest.mark.parametrize(
+    "value",
+    [
+        object(), {"a": [1, print]}, np.array([object()]), recursive(), Exception("x"), Point, [np.ma.array([1.0])],
+        (3, Unset(1)), Table(), Failing(1), {FailingKey(): 1}, np.matrix,
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
 def test_what_cannot_be_sent_is_an_error_on_every_rank(value):
     def rank(world):
         for call in (
@@ -243,6 +306,7 @@ def test_what_cannot_be_sent_is_an_error_on_every_rank(value):
             lambda: hpcdp.allgather_object(value if world.rank == 2 else 3, world),
             lambda: hpcdp.scatter_object([1, value, 2] if world.rank == 0 else None, 0, world),
             lambda: hpcdp.scatter_object([1, 2] if world.rank == 0 else None, 0, world),
+            lambda: hpcdp.scatter_object(FailingList() if world.rank == 0 else None, 0, world),
             lambda: hpcdp.ibroadcast_object(value if world.rank == 1 else None, 1, world).wait(),
             lambda: hpcdp.iallgather_object(value if world.rank == 1 else 3, world).wait(),
         ):
@@ -252,6 +316,19 @@ def test_what_cannot_be_sent_is_an_error_on_every_rank(value):
         return hpcdp.allgather_object(world.rank, world)
 
     assert thread_comm.run(3, rank) == [[0, 1, 2]] * 3
+
+
+def test_the_error_of_an_object_is_named():
+    def rank(world):
+        me = world.rank
+        for value, got in ((Unset(1), "no attribute 'b'"), (Failing(1), "Unprintable"), (Point, "the class Point")):
+            with pytest.raises(UnsupportedError, match=got):
+                hpcdp.broadcast_object([me, value] if me == 1 else me, 1, world)
+            with pytest.raises(UnsupportedError, match=got):
+                hpcdp.send_object(value, 1 - me, world=world)
+        return hpcdp.allgather_object(me, world)
+
+    assert thread_comm.run(2, rank) == [[0, 1]] * 2
 
 
 def test_what_cannot_be_gathered_is_an_error_on_its_rank_and_the_root():
