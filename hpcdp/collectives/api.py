@@ -67,9 +67,10 @@ def allreduce(
 
     Args:
         x: array of any shape, possibly empty or not contiguous: of NumPy, CuPy, PyTorch, or another kind that converts
-            to host memory. A tensor must not require a gradient: see `hpcdp.torch.functional`. dtype: float16 or
-            bfloat16 (accumulated in float32), float32, float64, complex64 or complex128 (sum and mean), an integer
-            (sums wrap around), or bool (sum and max are "or", prod and min are "and").
+            to host memory. A tensor must not require a gradient: see `hpcdp.torch.functional`. Subclasses of NumPy's
+            arrays count as plain arrays; masked ones are refused. dtype: float16 or bfloat16 (accumulated in float32),
+            float32, float64, complex64 or complex128 (sum and mean), an integer (sums wrap around), or bool (sum and
+            max are "or", prod and min are "and").
         op: ``"sum"``, ``"mean"`` (of integers rounded towards zero, in their dtype), ``"min"``, ``"max"``, ``"prod"``,
             or a `Monoid`. A NaN wins min and max.
         world: the ranks; default `hpcdp.init()`.

@@ -105,27 +105,34 @@ class _TensorCall:
         self.order = contextlib.ExitStack()
         self._operation = operation
         self.kind: ArrayKind | None = None
+        self._is_plain = True
         self._arguments: list[tuple[Array, Any]] = []
 
     def array(self, where: str, x: Any) -> Any:
-        """Return an array over the memory of a tensor, a list with arrays for its tensors, or ``x`` itself."""
+        """Return an array over the memory of a tensor or of a subclass of ``np.ndarray``; ``x`` itself otherwise.
+
+        For a list, return a list of what this returns for its items.
+        """
         if type(x) is list or type(x) is tuple:
             return [self.array(f"{where}[{i}]", item) for i, item in enumerate(x)]
         kind = kinds[type(x)]
-        if kind is None:
+        if kind is not None:
+            array = kind.as_array(self._operation, where, x)
+            if self.kind is None:
+                self.kind = kind
+                self.order.enter_context(kind.ordered_with(x))
+        elif isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray):
+            array = np.asarray(x)  # a subclass such as np.matrix may index and reshape in ways of its own
+        else:
+            array = x
             _plain_types.add(type(x))
-            self._arguments.append((x, x))
-            return x
-        array = kind.as_array(self._operation, where, x)
-        if self.kind is None:
-            self.kind = kind
-            self.order.enter_context(kind.ordered_with(x))
+        self._is_plain &= array is x
         self._arguments.append((array, x))
         return array
 
     def in_kind(self, result: Any) -> Any:
-        """Return a result with tensors for its arrays."""
-        if self.kind is None or result is None or type(result) is int or kinds[type(result)] is not None:
+        """Return a result with tensors for its arrays, and the arguments in which it was left."""
+        if self._is_plain or result is None or type(result) is int or kinds[type(result)] is not None:
             return result
         if isinstance(result, Operation):
             result.convert = self.in_kind
@@ -134,10 +141,11 @@ class _TensorCall:
             return type(result)(self.in_kind(item) for item in result)
         for array, x in self._arguments:
             if array is result:
-                if array is not x:
-                    self.kind.written(x)
+                kind = kinds[type(x)]
+                if kind is not None:
+                    kind.written(x, array)
                 return x
-        return self.kind.of_array(result)
+        return result if self.kind is None else self.kind.of_array(result)
 
 
 def to_host_memory(x: Array) -> np.ndarray:

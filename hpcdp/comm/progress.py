@@ -73,8 +73,8 @@ class Operation(Generic[T]):
         self.value: T
         """The result, once it is complete."""
         self.convert: Callable[[T], Any] | None = None
-        """Makes what `wait` returns of the result, for callers whose arrays are of another kind; called until it
-        succeeds."""
+        """Makes what `wait` returns of the result, for callers whose arrays are of another kind; `test` calls it once
+        the operation is complete, until it succeeds."""
         self.is_over = False
         """True once it is complete or has failed."""
         self._test, self._watchdog = test, watchdog
@@ -116,6 +116,9 @@ class Operation(Generic[T]):
                     watchdog.tested = self
             else:
                 self.settled()
+        if done and self.convert is not None:
+            self.value = self.convert(self.value)
+            self.convert = None
         return done
 
     def watch(self) -> None:
@@ -138,9 +141,6 @@ class Operation(Generic[T]):
             HpcdpError: the operation has failed.
         """
         wait_for(self.test, _YIELDS)
-        if self.convert is not None:
-            self.value = self.convert(self.value)
-            self.convert = None
         return self.value
 
 

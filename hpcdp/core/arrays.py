@@ -197,7 +197,7 @@ class ArrayKind(Protocol):
     """The name of the kind in messages between ranks."""
 
     def as_array(self, operation: str, where: str, x: Any) -> Array:
-        """Return an array over the memory of ``x``; raise `UnsupportedError` if that is impossible."""
+        """Return an array over the memory of ``x``, or of its values; `UnsupportedError` if that is impossible."""
         ...
 
     def as_values(self, x: Any) -> np.ndarray:
@@ -208,8 +208,8 @@ class ArrayKind(Protocol):
         """Return an object of this kind over the memory of ``x``."""
         ...
 
-    def written(self, x: Any) -> None:
-        """Record that an operation has written to the memory of ``x``."""
+    def written(self, x: Any, array: Array) -> None:
+        """Let ``x`` have the values that an operation has written to ``array``, which `as_array` has returned."""
         ...
 
     def ordered_with(self, x: Any) -> AbstractContextManager[object]:

@@ -225,7 +225,7 @@ class _Send(torch.autograd.Function):
         ctx.like, ctx.dest, ctx.tag, ctx.world = torch.empty_like(x, device="meta"), dest, tag, world
         ctx.device = x.device
         collectives.send(x, dest, tag, world)
-        return x.new_zeros(())
+        return x.new_zeros((), dtype=x.dtype.to_real())
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
@@ -241,7 +241,7 @@ class _Recv(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.source, ctx.tag, ctx.world, ctx.after = source, tag, world, after
         received: torch.Tensor = torch.as_tensor(collectives.recv(None, source, tag, world), device=device)
-        if not received.is_floating_point():
+        if not (received.is_floating_point() or received.is_complex()):
             ctx.mark_non_differentiable(received)
         return received
 

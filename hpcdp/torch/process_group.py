@@ -35,6 +35,7 @@ from ..comm.watchdog import Watchdog
 from ..core.arrays import Array, kinds
 from ..errors import ConfigError, HpcdpError, TimeLimitError, UnsupportedError
 from ..torch_backend import NAME
+from .tensors import is_lazy, resolved
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -791,8 +792,6 @@ def _array(tensor: torch.Tensor, moves: bool = False) -> Array:
     values = tensor.detach()
     if moves and values.dtype in _MOVED_AS_BYTES:
         values = values.view(torch.uint8)
-    if values.is_conj() or values.is_neg():
-        values = values.resolve_conj().resolve_neg()
     assert _KIND is not None
     return _KIND.as_array("torch.distributed", "tensor", values)
 
@@ -816,7 +815,7 @@ def _target(tensor: torch.Tensor, moves: bool = False) -> tuple[Array, Finish | 
 
     The array has shape ``(count,)``, because c10d compares the tensors of ranks by their counts, not by their shapes.
     """
-    source = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
+    source = resolved(tensor if tensor.is_contiguous() else tensor.detach().contiguous())
     array = _array(source, moves).reshape(-1)
     finish = None if source is tensor else lambda _: tensor.detach().copy_(source)
     return array, finish
@@ -831,11 +830,11 @@ def _joined(tensors: Sequence[torch.Tensor], moves: bool = False) -> Array:
 
 
 def _adjacent(tensors: Sequence[torch.Tensor]) -> Array | None:
-    """Return the elements of tensors that are contiguous, one after another in memory; None if they are not."""
+    """Return the elements of contiguous tensors that follow each other in memory; None for others."""
     first = tensors[0]
     end = first.data_ptr()
     for tensor in tensors:
-        if not tensor.is_contiguous() or tensor.data_ptr() != end or tensor.dtype != first.dtype:
+        if not tensor.is_contiguous() or is_lazy(tensor) or tensor.data_ptr() != end or tensor.dtype != first.dtype:
             return None
         end += tensor.nbytes
     storage = first.untyped_storage()

@@ -48,6 +48,16 @@ def require_cupy(operation: str, where: str, device: Device) -> None:
         ) from error  # fmt: skip
 
 
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` itself, or a copy if it is a lazy conjugate or negative, which has other values in memory."""
+    return tensor.resolve_conj().resolve_neg() if is_lazy(tensor) else tensor
+
+
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` is a lazy conjugate or negative, such as ``x.conj()`` and ``x.conj().imag``."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
 def as_array(tensor: torch.Tensor) -> Array:
     """Return an array over the memory of ``tensor``, which must not require a gradient."""
     device = gpu_of(tensor)
@@ -74,7 +84,7 @@ class TensorKind:
     name = "torch"
 
     def as_array(self, operation: str, where: str, x: torch.Tensor) -> Array:
-        """Return an array over the memory of ``x``.
+        """Return an array over the memory of ``x``; over a copy if it is a lazy conjugate, see `written`.
 
         Raises:
             UnsupportedError: ``x`` requires a gradient, which would not pass through the operation, or it has no memory
@@ -93,7 +103,7 @@ class TensorKind:
         if device is not None:
             require_cupy(operation, where, device)
         try:
-            values = x.detach()
+            values = resolved(x.detach())
             if device is not None:
                 return as_array(values)
             # Not `values.numpy()`: it forbids resizing the storage, which FSDP does.
@@ -108,7 +118,7 @@ class TensorKind:
 
     def as_values(self, x: torch.Tensor) -> np.ndarray:
         """Return the values of ``x`` in host memory; it may require a gradient."""
-        array: np.ndarray = self.as_array("object", "tensor", x.detach().cpu().resolve_conj().resolve_neg())
+        array: np.ndarray = self.as_array("object", "tensor", x.detach().cpu())
         return array
 
     def of_array(self, x: Array) -> torch.Tensor:
@@ -119,9 +129,11 @@ class TensorKind:
             return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(x)
 
-    def written(self, x: torch.Tensor) -> None:
-        """Let autograd refuse a backward that needs the values that ``x`` had before."""
-        if not x.is_inference():
+    def written(self, x: torch.Tensor, array: Array) -> None:
+        """Let autograd refuse a backward that needs earlier values of ``x``; copy ``array`` to a lazy conjugate."""
+        if is_lazy(x):
+            x.detach().copy_(self.of_array(array))
+        elif not x.is_inference():
             torch.autograd.graph.increment_version(x)
 
     def ordered_with(self, x: torch.Tensor) -> contextlib.AbstractContextManager[None]:

@@ -8,6 +8,7 @@ import standin
 from by_numpy import data, part, reduced
 from raises import raises
 
+import hpcdp
 from hpcdp.collectives import ALGORITHMS, Monoid, allgather, allreduce, broadcast, iallreduce, reduce, reduce_scatter
 from hpcdp.comm import init, thread_comm
 from hpcdp.comm.consistency import Call, Calls, require_same
@@ -100,6 +101,53 @@ def test_a_masked_array_is_refused_on_all_ranks(collective):
             COLLECTIVES[collective](np.ma.array([1.0, 2.0], mask=[0, 1]), world=world)
 
     thread_comm.run(2, rank)
+
+
+def matrices(world):
+    n, me = world.size, world.rank
+
+    def of(rank, rows=2):
+        return (np.arange(2.0 * rows).reshape(rows, 2) * (rank + 1) - rank).view(np.matrix)
+
+    every = np.stack([np.asarray(of(rank)) for rank in range(n)])
+    of_root, sent = np.asarray(of(7, n)), [np.asarray(of(rank, n)) for rank in range(n)]
+    for started in (False, True):
+
+        def call(name, *args, started=started, **settings):
+            result = getattr(hpcdp, "i" * started + name)(*args, **settings)
+            return result.wait() if started else result
+
+        for got, wanted in (
+            (call("allgather", of(me), world), every.reshape(-1, 2)),
+            (call("gather", of(me), n - 1, world), every.reshape(-1, 2) if me == n - 1 else None),
+            (call("scatter", of(7, n) if me == 0 else None, 0, world), of_root[[me]]),
+            (call("alltoall", of(me, n), None, world), np.stack([x[me] for x in sent])),
+            (call("reduce_scatter", of(me), world=world), part(every.sum(0).reshape(-1), me, n)),
+            (call("sendrecv", of(me), (me + 1) % n, (me - 1) % n, world=world), every[me - 1]),
+        ):
+            assert type(got) is type(wanted)  # no matrix
+            np.testing.assert_array_equal(got, wanted)
+        x, y = of(me), of(me)
+        assert call("allreduce", x, world=world) is x and call("grouped_allreduce", [y], world=world)[0] is y
+        for reduced_in_place in (x, y):
+            np.testing.assert_array_equal(reduced_in_place, every.sum(0))
+        x = of(me)
+        assert call("broadcast", x, n - 1, world) is x
+        np.testing.assert_array_equal(x, every[-1])
+        assert call("reduce", x, "sum", 0, world) is x
+        np.testing.assert_array_equal(x, every[-1] * (n if me == 0 else 1))
+        assert call("sendrecv", of(me), (me + 1) % n, (me - 1) % n, x, world=world) is x
+        np.testing.assert_array_equal(x, every[me - 1])
+
+
+def test_matrices_are_taken_as_plain_arrays():
+    for n, nodes in ((1, None), (2, None), (3, 1), (4, 2)):
+        thread_comm.run(n, matrices, nodes)
+
+
+@pytest.mark.mpi
+def test_real_ranks_take_matrices():
+    matrices(init())
 
 
 def test_every_collective_takes_arrays_that_are_not_contiguous():

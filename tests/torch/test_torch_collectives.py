@@ -136,6 +136,45 @@ def test_tensors_without_plain_memory_are_refused(x):
         thread_comm.run(1, lambda world: hpcdp.allreduce(x, world=world))
 
 
+def lazy(rank, kind, size=5):
+    """A tensor whose memory has the conjugate, or the negative, of its values, and those values in memory."""
+    x = torch.complex(torch.arange(float(size)) + rank, torch.arange(float(size)) * (rank + 2)).conj()
+    x = x if kind == "conjugate" else x.imag
+    assert x.is_conj() or x.is_neg()
+    return x, x.clone()
+
+
+@pytest.mark.parametrize("kind", ["conjugate", "negative"])
+def test_lazy_conjugates_are_read_and_changed(kind):
+    def rank(world):
+        n, me = world.size, world.rank
+        every = torch.stack([lazy(r, kind)[1] for r in range(n)])
+        total = every.sum(0)
+        x, values = lazy(me, kind)
+        assert hpcdp.allgather(x, world).equal(every.reshape(-1)) and x.equal(values)
+        assert hpcdp.sendrecv(x, (me + 1) % n, (me - 1) % n, world=world).equal(every[me - 1])
+        assert hpcdp.allreduce(x, out=torch.empty_like(x), world=world).equal(total) and x.equal(values)
+        assert all(map(torch.equal, hpcdp.allgather_object(x, world), every))
+        assert hpcdp.allreduce(x, world=world) is x and x.equal(total)
+        x, started, grouped = (lazy(me, kind)[0] for _ in range(3))
+        assert hpcdp.allreduce(values, out=x, world=world) is x and x.equal(total)
+        x, _ = lazy(me, kind)
+        assert hpcdp.broadcast(x, n - 1, world) is x and x.equal(every[-1])
+        operation = hpcdp.iallreduce(started, world=world)
+        while not operation.test():
+            pass
+        assert started.equal(total)  # also without wait()
+        assert hpcdp.grouped_allreduce([grouped, values.clone()], world=world)[0] is grouped and grouped.equal(total)
+        leaf = torch.ones(5, dtype=x.dtype, requires_grad=True)
+        product = leaf * started
+        hpcdp.broadcast(started, 0, world)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().abs().backward()
+
+    for n in RANKS:
+        thread_comm.run(n, rank)
+
+
 @pytest.mark.mpi
 def test_tensors_between_processes():
     world = hpcdp.init()

@@ -115,6 +115,40 @@ def test_gradients_travel_back_along_messages():
         thread_comm.run(n, rank)
 
 
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_gradients_that_are_lazy_conjugates(name):
+    operation, in_one_process = OPERATIONS[name]
+
+    def loss_of(y, rank):
+        return (y.conj() * (rank + 1 + 2j)).real.sum() - (y.conj().imag * (rank + 1)).sum()
+
+    def rank(world):
+        n, me = world.size, world.rank
+        xs = [torch.complex(input_of(r).detach(), input_of(r + n).detach()).requires_grad_() for r in range(n)]
+        sum(loss_of(y, r) for r, y in enumerate(in_one_process(xs))).backward()
+        x = xs[me].detach().clone().requires_grad_()
+        loss_of(operation(x, world), me).backward()
+        torch.testing.assert_close(x.grad, xs[me].grad)
+
+    for n in (1, 2, 3):
+        thread_comm.run(n, rank)
+
+
+def test_complex_gradients_travel_back_along_messages():
+    def rank(world):
+        me = world.rank
+        x = torch.tensor([1 + 2j, 3 - 1j], requires_grad=True)
+        if me == 0:
+            F.send(x.conj(), 1, 3, world).backward()
+            torch.testing.assert_close(x.grad, torch.tensor([2 + 1j] * 2))
+        else:
+            got = F.recv(0, 3, world)
+            assert got.requires_grad and got.equal(x.detach().conj())
+            (got.conj() * (2 - 1j)).real.sum().backward()
+
+    thread_comm.run(2, rank)
+
+
 def test_a_rank_sends_and_then_receives():
     def rank(world):
         weight = torch.tensor(3.0, requires_grad=True)

@@ -99,6 +99,24 @@ def test_layouts_and_parameters():
     dist.all_reduce(empty)
 
 
+def test_lazy_negatives():
+    # PyTorch itself refuses lazy conjugates.
+    me, n = dist.get_rank(), dist.get_world_size()
+    every = everyone()
+    x = torch._neg_view(of(me))
+    dist.broadcast(x, n - 1)
+    assert x.is_neg() and torch.equal(x, -of(n - 1))
+    x = torch._neg_view(of(me))
+    dist.all_reduce(x)
+    assert x.is_neg() and torch.equal(x, -sum(every))
+    block = torch.zeros(n, 3, 5)
+    rows = [torch._neg_view(row) if r % 2 == 0 else row for r, row in enumerate(block)]  # adjacent, and lazy in turns
+    dist.all_gather(rows, torch._neg_view(of(me)))
+    assert all(torch.equal(row, -x) for row, x in zip(rows, every, strict=True))
+    signed = torch.stack([x if r % 2 == 0 else -x for r, x in enumerate(every)])
+    assert torch.equal(block, signed)
+
+
 def test_movements():
     me, n = dist.get_rank(), dist.get_world_size()
     for dtype in (*DTYPES, torch.bool, torch.float8_e4m3fn):
