@@ -159,7 +159,9 @@ class Mailbox:
                 free.append(slot)
                 return []
             request = OfferedData(self, slot, words, instead)
-            return [request, self._when_room(local, tag, header, number)] if answer == _NO_ROOM else [request]
+            if answer != _NO_ROOM:
+                return [request]
+            return [request, self._when_room(local, tag, header, number.view(np.uint8))]
 
         return offer
 

@@ -63,6 +63,23 @@ def test_long_arrays_of_all_sizes(n, has_cores):
     thread_comm.run(n, rank)
 
 
+def test_an_offer_waits_for_room_in_the_queue():
+    sizes, all_sent = [*[SHORT_IN_NODE_NBYTES] * 8, SHORT_IN_NODE_NBYTES + 9, 300_001], threading.Event()
+
+    def rank(world):
+        if world.rank == 0:
+            sent = [hpcdp.isend(bytes_from(i, nbytes), 1, world=world) for i, nbytes in enumerate(sizes)]
+            all_sent.set()
+            for operation in sent:
+                operation.wait()
+        else:
+            assert all_sent.wait(30)
+            for i, nbytes in enumerate(sizes):
+                np.testing.assert_array_equal(hpcdp.recv(None, 0, world=world), bytes_from(i, nbytes))
+
+    thread_comm.run(2, rank)
+
+
 @pytest.mark.mpi
 def test_real_ranks_send_long_arrays_of_all_sizes():
     send_long_arrays(hpcdp.init())
