@@ -191,7 +191,7 @@ def reduce_scatter(x: np.ndarray, out: np.ndarray, op: Reduction, comm: Messages
 
 
 class Combined(NamedTuple):
-    """What recursive doubling reduces for a collective."""
+    """An array that recursive doubling reduces for a collective."""
 
     total: np.ndarray
     """Shape ``(count,)``: this rank's values, and in the end those of all ranks."""
