@@ -179,9 +179,11 @@ _BLOCK = 2048
 _LINE_NBYTES = 64
 """A cache line."""
 CORES_KEEP_LINES = binding.get_host_cpu_name().startswith("znver")
-"""Whether a rank that reads another's staged lines, and nobody else does, should also write to each of them: on AMD
-EPYC their rank then writes its next data 1.7 to 4 times as fast as if both cores still shared the lines, the second
-figure for cores of different L3 caches. On Intel Xeon (Emerald Rapids) an exchange of 64 KB takes a fifth longer.
+"""True if the only rank that reads another's staged lines should also write to each of them.
+
+On AMD EPYC their rank then writes its next data 1.7 to 4 times as fast as if both cores still shared the lines, the
+second figure for cores of different L3 caches. On Intel Xeon (Emerald Rapids) an exchange of 64 KB takes a fifth
+longer.
 """
 
 
@@ -228,6 +230,22 @@ def _finish(total, divisor, factor):  # type: ignore[no-untyped-def]
     if factor != 1:
         for i in range(total.size):
             total[i] = total[i] * factor
+
+
+@njit(inline="always")
+def _sum_of_rows(total, mine, rows, me, prescale, divisor, factor):  # type: ignore[no-untyped-def]
+    # In the order of the ranks: `mine` in place of this rank's row, which is not staged.
+    one = total.dtype.type(1)
+    if me == 0:
+        _scaled_copy(total, mine, prescale)
+    else:
+        _copy(total, rows[0])
+    for rank in range(1, rows.shape[0]):
+        if rank == me:
+            _add(total, mine, prescale)
+        else:
+            _add(total, rows[rank], one)
+    _finish(total, divisor, factor)
 
 
 @njit(inline="always")
@@ -348,7 +366,7 @@ def sum_by_owners(staging, counters, state, kind, prescale, divisor, factor, x):
     """
     n, chunk, me = staging.shape[1], staging.shape[2], state[ME]
     partial = np.empty(_BLOCK, x.dtype)
-    one, before, over, after = x.dtype.type(1), x.dtype.type(prescale), x.dtype.type(divisor), x.dtype.type(factor)
+    before, over, after = x.dtype.type(prescale), x.dtype.type(divisor), x.dtype.type(factor)
     while state[POSITION] < x.size:
         count = min(chunk, x.size - state[POSITION])
         piece = x[state[POSITION] : state[POSITION] + count]
@@ -368,13 +386,7 @@ def sum_by_owners(staging, counters, state, kind, prescale, divisor, factor, x):
                 for first in range(lo, hi, _BLOCK):
                     last = min(first + _BLOCK, hi)
                     block = partial[: last - first]
-                    _scaled_copy(
-                        block, piece[first:last] if me == 0 else half[0, first:last], before if me == 0 else one
-                    )
-                    for rank in range(1, n):
-                        row = piece[first:last] if me == rank else half[rank, first:last]
-                        _add(block, row, before if me == rank else one)
-                    _finish(block, over, after)
+                    _sum_of_rows(block, piece[first:last], half[:, first:last], me, before, over, after)
                     for rank in range(n):
                         _copy(piece[first:last] if me == rank else half[rank, first:last], block)
             _arrive(counters, state, kind)
@@ -408,7 +420,7 @@ def sum_to_root(staging, counters, state, kind, prescale, divisor, factor, root,
     n, chunk, me = staging.shape[1], staging.shape[2], state[ME]
     is_alone = n == 2 and x.size > chunk
     partial, streams = np.empty(_BLOCK, x.dtype), x.size * x.itemsize >= STREAMED_NBYTES
-    one, before, over, after = x.dtype.type(1), x.dtype.type(prescale), x.dtype.type(divisor), x.dtype.type(factor)
+    before, over, after = x.dtype.type(prescale), x.dtype.type(divisor), x.dtype.type(factor)
     while state[POSITION] < x.size:
         at = state[POSITION]
         count = min(chunk, x.size - at)
@@ -430,13 +442,7 @@ def sum_to_root(staging, counters, state, kind, prescale, divisor, factor, root,
                 if n == 2:
                     _sum_of_two(block, piece[first:last], half[1 - me, first:last], before, after)
                 else:
-                    _scaled_copy(
-                        block, piece[first:last] if me == 0 else half[0, first:last], before if me == 0 else one
-                    )
-                    for rank in range(1, n):
-                        row = piece[first:last] if me == rank else half[rank, first:last]
-                        _add(block, row, before if me == rank else one)
-                    _finish(block, over, after)
+                    _sum_of_rows(block, piece[first:last], half[:, first:last], me, before, over, after)
                 if me == root:
                     _give(out[at + first : at + last], block, streams)
                 else:
@@ -519,18 +525,9 @@ def sum_to_owners(staging, counters, state, kind, prescale, divisor, factor, x, 
             for first in range(0, count, _BLOCK):
                 last = min(first + _BLOCK, count)
                 block = partial[: last - first]
-                mine = x[own + start + first : own + start + last]
                 place = me * width + first
-                if me == 0:
-                    _scaled_copy(block, mine, before)
-                else:
-                    _copy(block, half[0, place : place + last - first])
-                for rank in range(1, n):
-                    if rank == me:
-                        _add(block, mine, before)
-                    else:
-                        _add(block, half[rank, place : place + last - first], x.dtype.type(1))
-                _finish(block, over, after)
+                mine, rows = x[own + start + first : own + start + last], half[:, place : place + last - first]
+                _sum_of_rows(block, mine, rows, me, before, over, after)
                 _copy(out[start + first : start + last], block)
                 for rank in range(n):
                     if rank != me:
