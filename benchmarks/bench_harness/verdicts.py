@@ -226,7 +226,7 @@ def _torch_models(results: dict[str, Any]) -> list[Verdict]:
             shares = " by every rank, ".join(f"{row['share'][name]:.0%}" for name in _TORCH_OURS) + " by shards"
             shares += f" (without data, but waiting for the slower rank: {row['unequal']:.0%})"
             met = row["share"][best] >= 0.95
-            judged.append(Verdict("S4", f"{what}: of no communication", "by either, 95%",
+            judged.append(Verdict("S4", f"{what}: of no communication", "at least 95% by either",
                                  shares, met))  # fmt: skip
     return judged
 
