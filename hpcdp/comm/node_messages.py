@@ -29,8 +29,8 @@ _SLOTS = 256
 """Long arrays that a rank may offer at a time."""
 _OFFER_WORDS = 32
 """`shm_messages.OFFER_WORDS`."""
-_ANSWER, _READ, _SEND_IT, _NO_ROOM = 0, 1, 2, -1
-"""`shm_messages.ANSWER`, the answers `READ` and `SEND_IT`, and `NO_ROOM`."""
+_ANSWER, _READ, _SEND_IT, _QUEUE_FULL = 0, 1, 2, -1
+"""`shm_messages.ANSWER`, the answers `READ` and `SEND_IT`, and `QUEUE_FULL`."""
 _NO_OFFER = np.zeros(_OFFER_WORDS, np.int32)
 """An offer of nothing, which has no receiver."""
 MOST_NBYTES = 66 << 10
@@ -108,7 +108,7 @@ class Mailbox:
         def send(header: np.ndarray, data: np.ndarray) -> Request | None:
             if not unsent and push(queue, me, tag, header, data) == done:
                 return None
-            return self._when_room(local, tag, header, data.copy())
+            return self._send_later(local, tag, header, data.copy())
 
         return send
 
@@ -159,9 +159,9 @@ class Mailbox:
                 free.append(slot)
                 return []
             request = OfferedData(self, slot, words, instead)
-            if answer != _NO_ROOM:
+            if answer != _QUEUE_FULL:
                 return [request]
-            return [request, self._when_room(local, tag, header, number.view(np.uint8))]
+            return [request, self._send_later(local, tag, header, number.view(np.uint8))]
 
         return offer
 
@@ -173,8 +173,8 @@ class Mailbox:
         assert data is not None
         return data
 
-    def _when_room(self, dest: int, *parts: Any) -> _Unsent:
-        """Send a message to a rank, by its number in the node, when its queue has room."""
+    def _send_later(self, dest: int, *parts: Any) -> _Unsent:
+        """Send a message to a rank, by its number in the node, when its queue is no longer full."""
         with self._sending:
             message = _Unsent(self, dest, *parts)
             self._unsent[dest].append(message)

@@ -15,8 +15,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 STREAMED_NBYTES = 2 << 20
-"""Results of at least this size are written past the caches: lines need not be read before they are written. Programs
-then read them as fast, because the caches of a core would not keep them (Intel Xeon, 2 MB).
+"""Results of at least this size are written past the caches: lines need not be read before they are written. A program
+that reads them next was faster in one of two runs, and slower in the other (Intel Xeon, 2 MB of second-level cache).
 """
 
 _LINE, _LINES = 64, 256

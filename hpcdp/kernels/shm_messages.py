@@ -59,7 +59,7 @@ OFFER_WORDS = 2 * _LINE
 """``int32`` words from one offer to the next."""
 READ, SEND_IT, _BEGUN = 1, 2, 3
 """Answers to an offer: the receiver has the data, cannot read them, or has begun. Zero without an answer."""
-NO_ROOM = -1
+QUEUE_FULL = -1
 """The return value of `push_offer` for a message that has not been sent."""
 _MEETING_SPINS = 50
 """Polls of a rank that both sends and receives, some 2 us, for the receiver of its data: then it can write first."""
@@ -225,7 +225,7 @@ def give(offer, spins):  # type: ignore[no-untyped-def]
 
 
 @kernel()
-def push_offer(queue, me, tag, header, number, offer, process, data, has_room, spins):  # type: ignore[no-untyped-def]
+def push_offer(queue, me, tag, header, number, offer, process, data, is_next, spins):  # type: ignore[no-untyped-def]
     """Send a message that offers data to another rank; then `give` them.
 
     Args:
@@ -237,17 +237,17 @@ def push_offer(queue, me, tag, header, number, offer, process, data, has_room, s
         offer: as for `give`.
         process: the number of this process.
         data: shape ``(nbytes,)``, uint8; the data.
-        has_room: False if earlier messages wait for room in the queue.
+        is_next: False if earlier messages wait because the queue is full.
         spins: as for `give`.
 
     Returns:
-        What `give` returns; `NO_ROOM` if the message has to wait, too, and must be sent by `push`.
+        What `give` returns; `QUEUE_FULL` if the message has to wait, too, and must be sent by `push`.
     """
     places = offer.view(np.int64)
     places[_SENDER_PROCESS], places[_DATA], places[_DATA_NBYTES] = process, data.ctypes.data, data.size
     store(offer, ANSWER, np.int32(0))
-    if not has_room or push(queue, me, tag, header, number.view(np.uint8)) == FULL:
-        return np.int32(NO_ROOM)
+    if not is_next or push(queue, me, tag, header, number.view(np.uint8)) == FULL:
+        return np.int32(QUEUE_FULL)
     return give(offer, spins)
 
 

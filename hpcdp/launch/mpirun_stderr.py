@@ -572,7 +572,7 @@ class MpirunStderr:
         return next(iter(not_killed + alone + killed + self._tasks), None)
 
     def may_have_ended(self, tasks: Tasks) -> bool:
-        """Return whether srun may have ended ``progress`` because of another: by SIGTERM, then by SIGKILL."""
+        """Return whether srun may have ended ``tasks`` because of another: by SIGTERM, then by SIGKILL."""
         return tasks.is_killed and not self._is_alone(tasks)
 
     def _is_alone(self, tasks: Tasks) -> bool:

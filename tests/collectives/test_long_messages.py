@@ -63,7 +63,7 @@ def test_long_arrays_of_all_sizes(n, has_cores):
     thread_comm.run(n, rank)
 
 
-def test_an_offer_waits_for_room_in_the_queue():
+def test_an_offer_waits_while_the_queue_is_full():
     sizes, all_sent = [*[SHORT_IN_NODE_NBYTES] * 8, SHORT_IN_NODE_NBYTES + 9, 300_001], threading.Event()
 
     def rank(world):
