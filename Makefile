@@ -14,10 +14,11 @@ ARGS ?=
 
 VENV_openmpi := .venv
 VENV_mpich := .venv-mpich
+VENV_impi := .venv-impi
 VENV_system := .venv-system
 VENV := $(VENV_$(MPI))
 ifeq ($(VENV),)
-$(error MPI=$(MPI) is unknown; valid: openmpi, mpich, system)
+$(error MPI=$(MPI) is unknown; valid: openmpi, mpich, impi, system)
 endif
 EXTRAS := $(filter-out system,$(MPI))
 BIN := $(VENV)/bin
@@ -33,7 +34,7 @@ help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r target about; do \
 		printf '%-27s %s\n' "$$target" "$$about"; done
 	@echo
-	@echo '  MPI=openmpi|mpich|system  the MPI library (now $(MPI), in $(VENV))'
+	@echo '  MPI=openmpi|mpich|impi|system  the MPI library (now $(MPI))'
 	@echo '  RANKS=N                   MPI ranks of make train (now $(RANKS))'
 	@echo '  PYTHON=python3.12         the interpreter of a new environment (now $(PYTHON))'
 	@echo '  TORCH=...                 the PyTorch of the tests (now $(TORCH))'
@@ -100,7 +101,7 @@ docs: $(VENV)/installed-dev  ## build the site of guides and reference
 	@echo "open build/site/index.html"
 
 clean:  ## remove environments and caches, but no run folders
-	rm -rf $(foreach venv,.venv .venv-mpich .venv-system,$(venv) $(venv)-cupy) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(foreach venv,.venv .venv-mpich .venv-impi .venv-system,$(venv) $(venv)-cupy) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \

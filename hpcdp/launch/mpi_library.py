@@ -48,8 +48,8 @@ class MpiLibrary:
 
     @property
     def name(self) -> str:
-        """Return the name of the family."""
-        return FAMILIES[self.family]
+        """The name of the family, or Intel MPI."""
+        return "Intel MPI" if self.family == "mpich" and _is_of_intel(self.path) else FAMILIES[self.family]
 
 
 def find_library(environ: Mapping[str, str] = os.environ) -> MpiLibrary:
@@ -135,6 +135,13 @@ def is_open_mpi_4(mpirun: Path) -> bool:
     return not (mpirun.resolve().parent / "prterun").exists()
 
 
+def _is_of_intel(file: Path) -> bool:
+    """Return whether a library or an mpirun is Intel MPI's."""
+    with contextlib.suppress(OSError):
+        return b"Intel(R) MPI Library" in file.read_bytes()
+    return False
+
+
 def runtimes(mpirun: Path) -> Iterator[bytes]:
     """Yield the contents of Open MPI 5's runtime libraries, which show the options of a version or build."""
     prefix = mpirun.resolve().parent.parent
@@ -217,6 +224,12 @@ class Dialect:
 
     family: str
     is_open_mpi_4: bool = False
+    is_intel: bool = False
+
+    @classmethod
+    def of(cls, library: MpiLibrary, mpirun: Path) -> Dialect:
+        """Return the dialect of the ``mpirun`` of ``library``."""
+        return cls(library.family, is_open_mpi_4(mpirun), library.family == "mpich" and _is_of_intel(mpirun))
 
     @property
     def _is_hydra(self) -> bool:
@@ -232,6 +245,8 @@ class Dialect:
             words += ["-prepend-rank"] if self._is_hydra else ["--tag-output"] if self.is_open_mpi_4 else _TAGGED
         if self._is_hydra and job.interface is not None:
             words += ["-iface", job.interface]
+        if self.is_intel and job.bind is None:  # it binds by default, the first ranks of two jobs to the same cores
+            words += ["-genv", "I_MPI_PIN", "0"]
         return words
 
     def interface(self, name: str | None) -> dict[str, str]:
@@ -274,7 +289,13 @@ class Dialect:
         if not self._is_hydra:
             return ["--map-by", "seq", "--default-hostfile", str(path)]
         words = ["-f", str(path)]
-        if any(place.servers for place in places):  # (host, 1, number of ranks on it), from rank 0 on
+        if len(places) > 1 and any(place.servers for place in places):
+            if self.is_intel:
+                raise LaunchError(
+                    "launch -s", expected="one host, as Intel MPI has no -rankmap", got=f"{len(places)} hosts",
+                    remedy="use Open MPI or MPICH for servers over several hosts",
+                )  # fmt: skip
+            # blocks: (host, 1, number of ranks on it), from rank 0 on
             blocks = [(index, place.ranks) for index, place in enumerate(places)]
             blocks += [(index, place.servers) for index, place in enumerate(places)]
             words += ["-rankmap", f"(vector,{','.join(f'({host},1,{count})' for host, count in blocks if count)})"]

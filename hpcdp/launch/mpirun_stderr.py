@@ -90,6 +90,8 @@ def first_failure(ends: Sequence[End], code: int, bereft: int | None = None) -> 
         return failed
     if not_killed and code in (0, 1, sign):
         return not_killed[-1]
+    if not_killed and bereft is None and code == _HYDRA_FAILED and not_killed[-1].host == first.host:
+        return not_killed[-1]  # Intel MPI's mpirun, after a rank that has left without MPI_Finalize
     return first if code in (sign, 128 + sign, _HYDRA_FAILED, *TOLD) else None
 
 

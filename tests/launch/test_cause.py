@@ -31,6 +31,7 @@ def ends_of(*ends: tuple[int, int | None, float]) -> list[End]:
         ([(2, None, 1.0), (1, 9, 1.0)], 9, 2),  # on a kernel that does not keep the status
         ([(0, None, 1.0), (1, 9 << 8, 1.1)], 9, 1),
         ([(0, None, 1.0), (1, 9 << 8, 1.1)], 7, 0),
+        ([(2, 0, 1.0), (1, 9, 1.0), (0, 9, 1.0)], 255, 2),  # Intel MPI's mpirun
         ([], 1, None),
     ],
 )

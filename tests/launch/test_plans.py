@@ -9,7 +9,7 @@ import pytest
 from raises import raises
 
 from hpcdp import cli
-from hpcdp.errors import HpcdpError
+from hpcdp.errors import HpcdpError, LaunchError
 from hpcdp.launch import hosts, launchers, mpi_library, runner
 from hpcdp.launch.launchers import Host, Job
 
@@ -180,6 +180,20 @@ def test_a_dry_run_prints_the_plan_and_does_nothing(elsewhere, capsys: pytest.Ca
     assert cli.main(["launch", *options]) == 0
     assert capsys.readouterr().out == (GOLDEN / "ssh.openmpi.txt").read_text()
     assert os.listdir() == before
+
+
+def test_intel_mpi_is_not_bound_and_has_servers_on_one_host(tmp_path: Path) -> None:
+    mpirun = tmp_path / "mpiexec.hydra"
+    mpirun.write_bytes(b"\0Intel(R) MPI Library, Version\0")
+    library = mpi_library.MpiLibrary("mpich", mpirun)
+    intel = mpi_library.Dialect.of(library, mpirun)
+    assert library.name == "Intel MPI"
+    assert intel.options(Job(PROGRAM, 2, tag_output=True)) == ["-prepend-rank", "-genv", "I_MPI_PIN", "0"]
+    assert intel.options(Job(PROGRAM, 2, bind="core")) == ["-bind-to", "core"]
+    two = [hosts.HostSlots("a", 1, 1), hosts.HostSlots("b", 1, 0)]
+    assert "-rankmap" not in intel.placed([hosts.HostSlots("a", 2, 0), hosts.HostSlots("b", 1, 0)], tmp_path)
+    with raises(LaunchError, operation="launch -s", got="2 hosts"):
+        intel.placed(two, tmp_path)
 
 
 def test_the_options_make_the_job(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,7 +176,7 @@ def _mpirun(job: Job) -> tuple[mpi_library.MpiLibrary, Command]:
     mpirun = mpi_library.find_mpirun(library)
     check_binding(job, library.family, job.ranks + job.servers, len(os.sched_getaffinity(0)), "this machine")
     warn_of_other_library(job, library.family)
-    dialect = Dialect(library.family, mpi_library.is_open_mpi_4(mpirun))
+    dialect = Dialect.of(library, mpirun)
     argv = [str(mpirun), *dialect.options(job), "-n", str(job.ranks), *further, *program(job.program)]
     if job.servers:
         argv += [":", "-n", str(job.servers), sys.executable, *server()]
@@ -205,7 +205,7 @@ def plan_mpirun(
     further = check(job, several_hosts=len(places or unnamed or (allocated.hosts if allocated else ())) > 1)
     library = mpi_library.find_library()
     mpirun = mpi_library.find_mpirun(library)
-    dialect = Dialect(library.family, mpi_library.is_open_mpi_4(mpirun))
+    dialect = Dialect.of(library, mpirun)
     places = places or batch.placed(job, unnamed, mpirun, dialect)
     warn_of_other_library(job, library.family)
     if allocated is not None:
