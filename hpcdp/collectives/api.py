@@ -94,8 +94,7 @@ def allreduce(
     """
     world = ranks_of(world)
     plan = _planned("allreduce", x, op, algorithm, world, 0, prescale, postscale)
-    if plan.bound is not None and out is None and type(x) is np.ndarray and x.flags.carray and protection_of(x) is None:
-        plan.run(world, flat(x))
+    if out is None and plan.repeat(world, x, x):
         return x
     target = x if out is None else receiver("allreduce", x, out)
     staged = staged_of("allreduce", target)
@@ -132,8 +131,7 @@ def iallreduce(
     """
     world = ranks_of(world)
     plan = _planned("iallreduce", x, op, algorithm, world, 0, prescale, postscale)
-    is_plain = out is None and type(x) is np.ndarray and x.flags.carray and protection_of(x) is None
-    if is_plain and (operation := plan.awaited(world, x, flat(x))) is not None:  # type: ignore[arg-type]
+    if out is None and (operation := plan.awaited(world, x, x, x)) is not None:
         return operation
     target = x if out is None else receiver("iallreduce", x, out)
     staged = staged_of("iallreduce", target)
@@ -181,9 +179,9 @@ def reduce_scatter(
         The shard: ``out``, or a new array.
     """
     world = ranks_of(world)
-    if out is not None and splits is None and _are_plain(x, out) and _may_receive_shard(out, x, world):
+    if out is not None and splits is None:
         plan = _planned("reduce_scatter", x, op, algorithm, world, 0, prescale, postscale)
-        if plan.bound is not None and plan.bound(world, x.reshape(-1), out):
+        if plan.repeat(world, x, out):
             return out
     scatter = _Scatter("reduce_scatter", x, op, world, algorithm, out, (prescale, postscale), splits)
     scatter.plan.run(world, scatter.work, result=scatter.result)
@@ -204,9 +202,9 @@ def ireduce_scatter(
 ) -> Operation[ArrayT]:
     """Start a `reduce_scatter`, with the same arguments and errors; see `iallreduce`."""
     world = ranks_of(world)
-    if out is not None and splits is None and _are_plain(x, out) and _may_receive_shard(out, x, world):
+    if out is not None and splits is None:
         plan = _planned("ireduce_scatter", x, op, algorithm, world, 0, prescale, postscale)
-        if (operation := plan.awaited(world, out, x.reshape(-1), out)) is not None:  # type: ignore[arg-type]
+        if (operation := plan.awaited(world, out, x, out)) is not None:
             return operation
     scatter = _Scatter("ireduce_scatter", x, op, world, algorithm, out, (prescale, postscale), splits)
 
@@ -215,22 +213,6 @@ def ireduce_scatter(
         return scatter.finish()
 
     return started("ireduce_scatter", steps(), scatter.work, world)
-
-
-def _are_plain(x: Array, out: Array) -> bool:
-    """Return whether both are contiguous, aligned and writeable arrays of NumPy."""
-    return type(x) is np.ndarray and type(out) is np.ndarray and x.flags.carray and out.flags.carray
-
-
-def _may_receive_shard(out: Any, x: Any, world: World) -> bool:
-    """Return whether ``out`` is like this rank's shard of ``x``, apart from it, and may be changed."""
-    n, me = world.size, world.rank
-    return (
-        out.shape == (x.size * (me + 1) // n - x.size * me // n,)
-        and out.dtype == x.dtype
-        and (x.base is out.base is None or not np.may_share_memory(x, out))
-        and protection_of(out) is None
-    )
 
 
 class _Scatter:
@@ -319,25 +301,19 @@ def allgather(x: ArrayT, world: World | None = None, algorithm: str = "auto", ou
     if out is None and algorithm not in data_movement.OF_ONE_LENGTH:
         return data_movement.run("allgather", world, x, algorithm)
     world = ranks_of(world)
-    if out is not None and _are_plain(x, out) and x.size * world.size == out.size and x.dtype == out.dtype:
-        gathered = out.reshape(-1)
-        plan = _planned("allgather", gathered, _MOVED, algorithm, world)
-        if protection_of(out) is None:
-            _gather(plan, world, x, gathered)
+    if type(out) is np.ndarray and out.flags.c_contiguous:
+        plan = _planned("allgather", flat(out), _MOVED, algorithm, world)  # the ranks' ``out`` may differ in shape
+        if plan.repeat(world, x, out):
             return out
     host, gathered, out = _gathered("allgather", x, world, out)
-    plan = _planned("allgather", flat(gathered), _MOVED, algorithm, world)  # the ranks' ``out`` may differ in shape
-    _own_shard(gathered, host, world)  # checks the size of x
-    _gather(plan, world, host, flat(gathered))
+    plan = _planned("allgather", flat(gathered), _MOVED, algorithm, world)
+    shard = _own_shard(gathered, host, world)
+    if not plan.repeat(world, host, gathered):
+        shard[...] = host.reshape(-1)
+        plan.move(world, flat(gathered))
     if gathered is not out:
         bring_back(gathered, out)
     return out
-
-
-def _gather(plan: _Plan, world: World, x: np.ndarray, gathered: np.ndarray) -> None:
-    if plan.bound is None or not plan.bound(world, bytes_of(x), bytes_of(gathered)):
-        _own_shard(gathered, x, world)[...] = x.reshape(-1)
-        plan.move(world, gathered)
 
 
 @accepts_tensors
@@ -348,10 +324,9 @@ def iallgather(
     if out is None and algorithm not in data_movement.OF_ONE_LENGTH:
         return data_movement.start("iallgather", world, x, algorithm)
     world = ranks_of(world)
-    if out is not None and _are_plain(x, out) and x.size * world.size == out.size and x.dtype == out.dtype:
-        plan = _planned("iallgather", out.reshape(-1), _MOVED, algorithm, world)
-        is_writeable_out = plan.bound is not None and protection_of(out) is None
-        if is_writeable_out and (operation := plan.awaited(world, out, bytes_of(x), bytes_of(out))) is not None:  # type: ignore[arg-type]
+    if type(out) is np.ndarray and out.flags.c_contiguous:
+        plan = _planned("iallgather", flat(out), _MOVED, algorithm, world)
+        if (operation := plan.awaited(world, out, x, out)) is not None:
             return operation
     host, gathered, out = _gathered("iallgather", x, world, out)
     plan = _planned("iallgather", flat(gathered), _MOVED, algorithm, world)
@@ -404,8 +379,7 @@ def broadcast(x: ArrayT, root: int = 0, world: World | None = None, algorithm: s
     root = checked_root("broadcast", root, world)
     refuse_change(x, "x", "broadcast")  # on the root, too: else it would wait for the others
     plan = _planned("broadcast", x, _MOVED, algorithm, world, root)
-    if type(x) is np.ndarray and x.flags.carray:
-        plan.move(world, flat(x), root)
+    if plan.repeat(world, x, x):
         return x
     staged = _broadcast_memory(x, world.rank == root)
     plan.move(world, flat(staged), root)
@@ -419,8 +393,7 @@ def ibroadcast(x: ArrayT, root: int = 0, world: World | None = None, algorithm: 
     root = checked_root("ibroadcast", root, world)
     refuse_change(x, "x", "ibroadcast")
     plan = _planned("ibroadcast", x, _MOVED, algorithm, world, root)
-    is_plain = type(x) is np.ndarray and x.flags.carray
-    if is_plain and (operation := plan.awaited(world, x, bytes_of(x))) is not None:  # type: ignore[arg-type]
+    if (operation := plan.awaited(world, x, x, x)) is not None:
         return operation
     staged = _broadcast_memory(x, world.rank == root)
 
@@ -474,11 +447,9 @@ def reduce(
     root = checked_root("reduce", root, world)
     is_root = world.rank == root
     target = out if is_root and out is not None else x
-    if _are_plain(x, target) and target.shape == x.shape and target.dtype == x.dtype and protection_of(x) is None:
+    if target is x or (type(x) is type(target) is np.ndarray and x.shape == target.shape):
         plan = _planned("reduce", x, op, algorithm, world, root, prescale, postscale)
-        is_apart = target is x or x.base is target.base is None or not np.may_share_memory(x, target)
-        is_free = is_apart and protection_of(target) is None
-        if plan.bound is not None and is_free and plan.bound(world, flat(x), flat(target)):
+        if plan.repeat(world, x, target):
             return target
     plan, staged, target = _rooted("reduce", x, op, root, world, algorithm, out, prescale, postscale)
     plan.run(world, flat(staged), root)
@@ -504,7 +475,7 @@ def ireduce(
     root = checked_root("ireduce", root, world)
     plan, staged, target = _rooted("ireduce", x, op, root, world, algorithm, out, prescale, postscale)
     is_staged = world.rank != root or staged is target
-    if is_staged and (operation := plan.awaited(world, target, flat(staged), flat(staged))) is not None:
+    if is_staged and (operation := plan.awaited(world, target, staged, staged)) is not None:
         return operation
 
     def steps() -> StepsTo[ArrayT]:
@@ -578,7 +549,7 @@ class _Plan:
     reduction: Reduction
     call: Call
     bound: Callable[..., Any] | None = None
-    """`run` or `move` as one kernel call, see `intra_node.BoundExchange.direct_call`; of a nonblocking collective its
+    """A repeated call as one kernel call, see `intra_node.BoundExchange.direct_call`; of a nonblocking collective its
     ``awaited_call``. None before the first call, and without a kernel.
     """
     has_run: bool = False
@@ -599,8 +570,7 @@ class _Plan:
         With a ``result``, ``x`` is unchanged if `bound` is set.
         """
         if self.bound is not None:
-            received = x if root else result
-            if self.bound(world, x) if received is None else self.bound(world, x, received):
+            if self.bound(world, x, x if result is None else result):
                 return
             x = x if result is None else x.copy()
         if world.size == 1:
@@ -612,7 +582,7 @@ class _Plan:
 
     def move(self, world: World, x: np.ndarray, *root: int) -> None:
         """Broadcast ``x``, shape ``(count,)``, or complete it with the shards of all ranks."""
-        if self.bound is not None and root and self.bound(world, bytes_of(x)):
+        if self.bound is not None and root and self.bound(world, x, x):
             return
         self.algorithm.run(world, self.call, x, *root)
         self._bind(world, x, *root)
@@ -632,9 +602,15 @@ class _Plan:
             yield from self.algorithm.machine(world, self.call, x, *root)
             self._bind(world, x, *root)
 
-    def awaited(self, world: World, result: T, *arrays: np.ndarray) -> Operation[T] | None:
-        """Return an operation on contiguous arrays of which the caller waits at once; None for the usual way."""
-        return None if self.bound is None else self.bound(world, lambda: result, None, *arrays)
+    def repeat(self, world: World, x: Any, out: Any) -> bool:
+        """Run a repeated call that leaves its result in ``out``, which may be ``x``; return False for the usual way."""
+        return self.bound is not None and protection_of(out) is None and self.bound(world, x, out)
+
+    def awaited(self, world: World, result: T, x: Any, out: Any) -> Operation[T] | None:
+        """Return the operation of a `repeat` whose caller waits at once; None for the usual way."""
+        if self.bound is None or protection_of(out) is not None:
+            return None
+        return self.bound(world, lambda: result, None, x, out)  # type: ignore[no-any-return]
 
     def _of_one(self, x: np.ndarray, result: np.ndarray | None) -> None:
         if self.reduction.prescale != 1 or self.reduction.postscale != 1:

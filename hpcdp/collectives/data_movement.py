@@ -233,25 +233,23 @@ def run(name: str, world: World | None, x: Any, *arguments: Any, out: Array | No
     world = ranks_of(world)
     key = _key_of(name, x, arguments)
     repeated: _Repeated | None = None if key is None else world.kept.get(_Repeated, _NOTHING).get(key)
-    if repeated is not None:
-        result = repeated.run(world, x, out, lambda: _EXCHANGES[name](name, world, x, *arguments, out))
-        if result is not _USUALLY:
-            return result
+    if repeated is not None and (result := repeated.run(world, x, arguments, out)) is not _USUALLY:
+        return result
     exchange = _EXCHANGES[name](name, world, x, *arguments, out)
     result = run_exchange(exchange, world, x)
     if key is not None:
-        _remember(key, exchange, world)
+        _remember(key, exchange, world, x)
     return result
 
 
-def _remember(key: object, exchange: Exchange, world: World) -> None:
-    """Let calls with a key repeat an exchange that has ended."""
+def _remember(key: object, exchange: Exchange, world: World, x: np.ndarray | None) -> None:
+    """Let calls with a key repeat an exchange of ``x`` that has ended."""
     if exchange.moved is None:
         return
     known: dict[object, _Repeated | None] = world.keep(_Repeated, dict)
     if len(known) >= _MOST_REPEATED:
         known.clear()
-    known[key] = _repeated_of(exchange, world)
+    known[key] = _repeated_of(exchange, world, x)
 
 
 def start(name: str, world: World | None, x: Any, *arguments: Any, out: Array | None = None) -> Operation[Any]:
@@ -261,17 +259,14 @@ def start(name: str, world: World | None, x: Any, *arguments: Any, out: Array | 
     """
     world = ranks_of(world)
 
-    def make() -> Exchange:
-        return _EXCHANGES[name.removeprefix("i")](name, world, x, *arguments, out)
-
     key = _key_of(name, x, arguments) if ProgressEngine.of(world).is_awaited else None
     repeated: _Repeated | None = None if key is None else world.kept.get(_Repeated, _NOTHING).get(key)
-    if repeated is not None and (operation := repeated.run(world, x, out, make)) not in (None, _USUALLY):
+    if repeated is not None and (operation := repeated.run(world, x, arguments, out)) not in (None, _USUALLY):
         return operation  # type: ignore[no-any-return]
-    exchange = make()
+    exchange = _EXCHANGES[name.removeprefix("i")](name, world, x, *arguments, out)
     operation = start_exchange(exchange, world, x)
     if key is not None and exchange.shares(world):
-        operation.add_done_callback(lambda: _remember(key, exchange, world))
+        operation.add_done_callback(lambda: _remember(key, exchange, world, x))
     return operation
 
 
@@ -284,10 +279,8 @@ _PLAIN = frozenset([int, str, type(None)])
 
 
 def _key_of(name: str, x: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Return what calls must have in common to move alike; None for arrays that are copied first."""
+    """Return what calls must have in common to move alike; None if that is unknown."""
     if type(x) is np.ndarray:
-        if not x.flags.carray:
-            return None
         shape, dtype = x.shape, x.dtype
     elif x is None:
         shape = dtype = None
@@ -305,51 +298,59 @@ _USUALLY = object()
 """In place of a result: the call must be made in the usual way."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Repeated:
     """A call that moves what an earlier one has moved."""
 
+    name: str
+    """The name of the function."""
     moved: Moved
 
-    def run(self, world: World, x: np.ndarray | None, out: Array | None, make: Callable[[], Exchange]) -> Any:
-        """Return the result, or `_USUALLY`; ``make()`` returns the exchange of the call."""
+    def run(self, world: World, x: Any, arguments: tuple[Any, ...], out: Any) -> Any:
+        """Return the result, or `_USUALLY`; arguments as for the function `run`."""
         moved = self.moved
-        if out is None:
-            out = kernels.empty(moved.shape, moved.dtype)
-        else:
-            fits = type(out) is np.ndarray and (out.shape, out.dtype) == (moved.shape, moved.dtype)
-            if not fits or not out.flags.carray or protection_of(out) is not None:
-                return _USUALLY
-        return self._run(world, _NO_BYTES if x is None else bytes_of(x), out, make)
+        received = out
+        if moved.finish is _none:
+            received = None
+        elif out is None:
+            received = kernels.empty(moved.shape, moved.dtype)
+        elif protection_of(out) is not None:
+            return _USUALLY
+        return self._run(world, x, arguments, out, received)
 
-    def _run(self, world: World, sent: np.ndarray, out: np.ndarray, make: Callable[[], Exchange]) -> Any:
+    def _run(self, world: World, x: Any, arguments: tuple[Any, ...], out: Any, received: Any) -> Any:
+        """Move ``x`` to ``received``, None on a rank without a result; `_USUALLY`, too, for arrays that do not fit."""
         raise NotImplementedError
 
+    def exchange(self, world: World, x: Any, arguments: tuple[Any, ...], out: Any) -> Exchange:
+        """Return the exchange of a call that other ranks do not repeat."""
+        return _EXCHANGES[self.name.removeprefix("i")](self.name, world, x, *arguments, out)
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class _RepeatedInMemory(_Repeated):
     """One whose exchange is one kernel call."""
 
-    bound: Callable[..., bool]
+    bound: Callable[[World, Any, Any], bool]
 
-    def _run(self, world: World, sent: np.ndarray, out: np.ndarray, make: Callable[[], Exchange]) -> Any:
-        return self.moved.finish(out) if self.bound(world, sent, bytes_of(out)) else _USUALLY
+    def _run(self, world: World, x: Any, arguments: tuple[Any, ...], out: Any, received: Any) -> Any:
+        return self.moved.finish(received) if self.bound(world, x, received) else _USUALLY
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _RepeatedAndAwaited(_Repeated):
     """A nonblocking one whose exchange is one kernel call, and whose caller waits at once."""
 
     bound: Callable[..., Operation[Any] | None]
 
-    def _run(self, world: World, sent: np.ndarray, out: np.ndarray, make: Callable[[], Exchange]) -> Any:
+    def _run(self, world: World, x: Any, arguments: tuple[Any, ...], out: Any, received: Any) -> Any:
         def usual(ticket: int) -> StepsTo[Any]:
-            return _Movement(make(), world).steps(ticket=ticket)
+            return _Movement(self.exchange(world, x, arguments, out), world).steps(ticket=ticket)
 
-        return self.bound(world, lambda: self.moved.finish(out), usual, sent, bytes_of(out))
+        return self.bound(world, lambda: self.moved.finish(received), usual, x, received)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _RepeatedByMessages(_Repeated):
     """One whose data are sent along with the counts."""
 
@@ -360,10 +361,16 @@ class _RepeatedByMessages(_Repeated):
     """Shape ``(n, k + 1)``: those of all ranks."""
     inline_nbytes: int
 
-    def _run(self, world: World, sent: np.ndarray, out: np.ndarray, make: Callable[[], Exchange]) -> Any:
-        progress = ProgressEngine.of(world)
-        if world.meetings or progress.active.running:
+    def _run(self, world: World, x: Any, arguments: tuple[Any, ...], out: Any, received: Any) -> Any:
+        progress, moved = ProgressEngine.of(world), self.moved
+        fits = received is None or (
+            type(received) is np.ndarray
+            and (received.shape, received.dtype) == (moved.shape, moved.dtype)
+            and received.flags.carray
+        )
+        if world.meetings or progress.active.running or not fits or not (x is None or x.flags.carray):
             return _USUALLY
+        sent, data = (_NO_BYTES if array is None else bytes_of(array) for array in (x, received))
         watchdog, watched = progress.watchdog, (self.call.operation, sent)
         watchdog.calls += 1
         watchdog.enter(watched)
@@ -371,9 +378,10 @@ class _RepeatedByMessages(_Repeated):
             gathered = progress.calls.gather_now(self.call, _with_data(self.numbers, sent, self.inline_nbytes))
             k = self.numbers.size
             if (gathered[:, :k] == self.of_all).all():
-                Blocks(self.moved.layout, sent, bytes_of(out)).fill(gathered.view(np.uint8)[:, 8 * k :])
-                return self.moved.finish(out)
-            return run_until_complete(_Movement(make(), world).continued(gathered))
+                Blocks(moved.layout, sent, data).fill(gathered.view(np.uint8)[:, 8 * k :])
+                return moved.finish(received)
+            exchange = self.exchange(world, x, arguments, out)
+            return run_until_complete(_Movement(exchange, world).continued(gathered))
         finally:
             watchdog.leave(watched)
 
@@ -388,23 +396,26 @@ def _with_data(numbers: np.ndarray, sent: np.ndarray, inline_nbytes: int) -> np.
     return joined
 
 
-def _repeated_of(exchange: Exchange, world: World) -> _Repeated | None:
-    """Return the repetition of an exchange that has ended; None if that would save nothing."""
+def _repeated_of(exchange: Exchange, world: World, x: np.ndarray | None) -> _Repeated | None:
+    """Return the repetition of an exchange of ``x`` that has ended; None if that would save nothing."""
     if exchange.moved is None:
         return None
     counts, moved = exchange.moved
+    call, name = exchange.call, exchange.call.operation
     if exchange.shares(world):
-        bound = intra_node.bound_exchange(exchange.counts, counts, moved.layout, world, exchange.call)
+        sent = None if x is None or not exchange.sent.size else (x.dtype, x.size, None)
+        received = None if moved.finish is _none else (moved.dtype, math.prod(moved.shape), moved.shape)
+        bound = intra_node.bound_exchange(exchange.counts, counts, moved.layout, (sent, received), world, call)
         if bound is None:
             return None
-        if exchange.call.operation.startswith("i"):
-            return _RepeatedAndAwaited(moved, bound.awaited_call(world, exchange.call))
-        return _RepeatedInMemory(moved, bound.direct_call(world, exchange.call))
+        if name.startswith("i"):
+            return _RepeatedAndAwaited(name, moved, bound.awaited_call(world, call))
+        return _RepeatedInMemory(name, moved, bound.direct_call(world, call))
     if exchange.nbytes_of_all is None:
         return None
     numbers = np.array([*exchange.counts, exchange.sent.size], np.int64)
     of_all = np.column_stack([counts, exchange.nbytes_of_all])
-    return _RepeatedByMessages(moved, exchange.call, numbers, of_all, _inline_nbytes(exchange, world))
+    return _RepeatedByMessages(name, moved, call, numbers, of_all, _inline_nbytes(exchange, world))
 
 
 _NO_BYTES = np.empty(0, np.uint8)

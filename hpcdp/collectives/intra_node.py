@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
@@ -46,6 +46,8 @@ COMPLEX_CHARS = "FD"
 """Character codes of the dtypes that are summed as pairs of floats."""
 
 
+Like = tuple[np.dtype, int, tuple[int, ...] | None]
+"""The dtype, the size, and the shape of an array; None for any shape."""
 Exchange = Callable[..., int]
 """A resumable kernel that reduces or moves arrays; returns `shm_exchange.DONE` or another of its values."""
 
@@ -67,43 +69,47 @@ _LEAST_COUNTS = 80
 
 
 class BoundExchange(NamedTuple):
-    """An exchange of arrays of one length and dtype, ready to be called."""
+    """An exchange of arrays of one dtype and size, ready to be called again; see `kernels.shm_repeated`."""
 
-    kernel: Exchange
+    kernel: Callable[[int, int], int]
+    """``kernel(id(x), id(out))`` runs the exchange if both are arrays like those of the first call."""
     done: int
     """The value that the kernel returns when the exchange is complete."""
-    resume: Callable[[int, Exchange, tuple[np.ndarray, ...], Call], bool]
-    """``resume(returned, kernel, arrays, call)`` blocks until it is complete after the kernel has returned another
+    other: int
+    """The value that it returns for other arrays, of which it changes nothing."""
+    resume: Callable[[int, Exchange, tuple[int, int], Call], bool]
+    """``resume(returned, kernel, objects, call)`` blocks until it is complete after the kernel has returned another
     value; returns False if the ranks have announced other counts than before.
     """
     not_yet: Callable[[int, Call], Steps]
     """``not_yet(returned, call)`` waits, as an algorithm, after the kernel has returned another value."""
     calls: InMemory
 
-    def direct_call(self, world: World, call: Call) -> Callable[..., bool]:
-        """Return a function ``run(world, *arrays)`` that makes a repeated ``call`` with little work around the kernel.
+    def direct_call(self, world: World, call: Call) -> Callable[[World, Any, Any], bool]:
+        """Return a function ``run(world, x, out)`` that makes a repeated ``call`` with little work around the kernel.
 
-        It returns False if the call must be made in the usual way. Everything that does not change from call to call is
-        looked up here. The watchdog sees a call only if it waits longer than the kernel does, a fraction of a second.
+        It returns False if the call must be made in the usual way, also for objects that are no arrays like those of
+        the first call. Everything that does not change from call to call is looked up here. The watchdog sees a call
+        only if it waits longer than the kernel does, a fraction of a second.
         """
-        kernel, done, resume, _, memory = self
+        kernel, done, other, resume, _, memory = self
         progress = ProgressEngine.of(world)
         watchdog, calls, active = progress.watchdog, progress.calls, progress.active
 
-        def run(world: World, *arrays: np.ndarray) -> bool:
+        def run(world: World, x: Any, out: Any) -> bool:
             if world.meetings or active.running:
                 return False
             if not memory.is_patient:
                 memory.be_patient()
             watchdog.calls += 1
             calls.number += 1
-            met = kernel(*arrays)
+            met = kernel(id(x), id(out))
             if met == done:
                 return True
-            watched = call.operation, arrays[0]
+            watched = call.operation, x
             watchdog.enter(watched)
             try:
-                if resume(met, kernel, arrays, call):
+                if met != other and resume(met, kernel, (id(x), id(out)), call):
                     return True
             finally:
                 watchdog.leave(watched)
@@ -116,26 +122,26 @@ class BoundExchange(NamedTuple):
     def awaited_call(self, world: World, call: Call) -> Callable[..., Operation[Any] | None]:
         """Return a function that makes a repeated nonblocking ``call`` for a caller that waits at once.
 
-        ``start(world, finish, usual, *arrays)`` returns the operation, which is complete if all ranks arrive while the
+        ``start(world, finish, usual, x, out)`` returns the operation, which is complete if all ranks arrive while the
         kernel polls; its result is ``finish()``. The steps ``usual(ticket)`` go on if ranks announce other counts than
         before. It returns None if the call must be made in the usual way.
         """
-        kernel, done, _, not_yet, memory = self
+        kernel, done, other, _, not_yet, memory = self
         changed = memory.exchange.CHANGED
         progress = ProgressEngine.of(world)
         watchdog, calls, active, name = progress.watchdog, progress.calls, progress.active, call.operation
 
-        def rest(met: int, ticket: int, finish: Callable[[], T], usual: Any, arrays: Any) -> StepsTo[T]:
+        def rest(met: int, ticket: int, finish: Callable[[], T], usual: Any, x: Any, out: Any) -> StepsTo[T]:
             try:
                 while met not in (done, changed):
                     yield from not_yet(met, call)
-                    met = kernel(*arrays)
+                    met = kernel(id(x), id(out))
             finally:
                 if met != changed:
                     memory.end()
             return finish() if met == done else (yield from usual(ticket))
 
-        def start(world: World, finish: Callable[[], T], usual: Any, *arrays: np.ndarray) -> Operation[T] | None:
+        def start(world: World, finish: Callable[[], T], usual: Any, x: Any, out: Any) -> Operation[T] | None:
             if not progress.is_awaited or world.meetings or not progress.turn.acquire(blocking=False):
                 return None
             try:
@@ -144,16 +150,20 @@ class BoundExchange(NamedTuple):
                 calls.number += 1
                 ticket = memory.begin()
                 memory.spin()
-                met = kernel(*arrays)
+                met = kernel(id(x), id(out))
                 memory.wait_shortly(False)
-                if met == done:
+                if met in (done, other):
                     memory.end()
+                if met == other:
+                    calls.number -= 1
+                    return None
+                if met == done:
                     watchdog.calls += 1
                     return progress.ended(name, finish())
             finally:
                 progress.turn.release()
-            with watchdog.watching(name, arrays[0]):
-                return progress.start(name, rest(met, ticket, finish, usual, arrays), arrays[0])
+            with watchdog.watching(name, x):
+                return progress.start(name, rest(met, ticket, finish, usual, x, out), x)
 
         return start
 
@@ -206,15 +216,65 @@ class _Staging:
         kernel = self._sum_by_all if x.nbytes <= self._by_all_nbytes else self._sum_by_owners
         return partial(kernel, staging, self._counters, self._state, call.signature, *op.factors(self._memory.size))
 
-    def bound(self, exchange: Exchange | None) -> BoundExchange | None:
-        """Return an exchange ready to be called; None for None."""
-        return (
-            None if exchange is None else BoundExchange(exchange, self._done, self._resume, self._not_yet, self._calls)
-        )
+    @cached_property
+    def _repeated(self) -> ModuleType | None:
+        """The kernels of repeated exchanges; None if they cannot read the objects of arrays."""
+        module = kernels.load("shm_repeated")
+        return module if module.can_read_objects() else None
 
-    def bound_sum(self, x: np.ndarray, op: Reduction, call: Call) -> BoundExchange | None:
-        """Return the exchange that reduces arrays like ``x`` by one kernel call; None if there is none."""
-        return self.bound(self._sums_of(x, op, call))
+    def bound_sum(
+        self, x: np.ndarray, op: Reduction, call: Call, name: str = "", out: Like | None = None, root: int = 0
+    ) -> BoundExchange | None:
+        """Return the exchange that reduces arrays like ``x`` by one kernel call; None if there is none.
+
+        Args:
+            x: shape ``(count,)``.
+            op: the reduction.
+            call: the call.
+            name: the kernel in `kernels.shm_exchange`; default that of an allreduce in place.
+            out: what the array that receives is like; None if there is none.
+            root: the root of ``"sum_to_root"``, which may be given ``x`` itself to receive.
+        """
+        staging = self._sums.get(x.dtype) if op.name in ("sum", "mean") else None
+        repeated = self._repeated
+        if staging is None or repeated is None:
+            return None
+        rule = repeated.APART_OR_SAME if name == "sum_to_root" else repeated.APART
+        name = name or ("sum_by_all" if x.nbytes <= self._by_all_nbytes else "sum_by_owners")
+        alike = repeated.arrays_like((x.dtype, x.size, None), out, rule)
+        table = repeated.sum_table(alike, staging, self._counters, self._state, call.signature, root)
+        factors = np.array(op.factors(self._memory.size), x.dtype)
+        return self._bound(partial(getattr(repeated, f"{name}_at"), table, factors))
+
+    def bound_moves(
+        self,
+        layout: BlockLayout,
+        call: Call,
+        x: Like | None,
+        out: Like | None,
+        counts: Sequence[int] = (),
+        known: np.ndarray | None = None,
+    ) -> BoundExchange | None:
+        """Return the exchange of arrays like ``x`` and ``out`` by one kernel call; None if there is none.
+
+        Args:
+            layout: the blocks.
+            call: the call.
+            x: what the array that is sent is like; None if this rank sends none.
+            out: what the array that receives is like; None if there is none.
+            counts: this rank's counts, see `gather`.
+            known: those of all ranks, shape ``(n, k)``, which the exchange needs to be announced again.
+        """
+        repeated = self._repeated
+        if repeated is None or len(counts) > self._board.shape[2] - 2:
+            return None
+        alike = repeated.arrays_like(x, out, repeated.ANY)
+        table = np.concatenate([alike, self._repetition(layout, call, counts, known)], dtype=np.int64)
+        return self._bound(partial(repeated.exchange_at, table))
+
+    def _bound(self, kernel: Callable[[int, int], int]) -> BoundExchange:
+        assert self._repeated is not None
+        return BoundExchange(kernel, self._done, self._repeated.OTHER, self._resume, self._not_yet, self._calls)
 
     def shards_of(self, x: np.ndarray, op: Reduction, call: Call) -> Exchange | None:
         """Return the kernel ``sum(x, out)`` of this rank's shard of arrays like ``x``; None if there is none."""
@@ -238,7 +298,7 @@ class _Staging:
         if (met := exchange(*arrays)) != self._done:
             self._resume(met, exchange, arrays, call)
 
-    def _resume(self, met: int, exchange: Exchange, arrays: tuple[np.ndarray, ...], call: Call) -> bool:
+    def _resume(self, met: int, exchange: Exchange, arrays: tuple[Any, ...], call: Call) -> bool:
         """Block until an exchange that has returned ``met`` is complete; return False if counts have changed.
 
         Raises:
@@ -253,12 +313,15 @@ class _Staging:
 
     def moves(self, layout: BlockLayout, call: Call) -> Exchange:
         """Return the kernel ``move(sent, received)`` of a layout that all ranks know."""
-        none, known = np.empty(0, np.int64), np.empty((self._memory.size, 0), np.int64)
-        return self._moves_again(none, known, layout, call)
+        return partial(self._moving.exchange_again, self._repetition(layout, call))
 
-    def _moves_again(self, counts: np.ndarray, known: np.ndarray, layout: BlockLayout, call: Call) -> Exchange:
-        moving = self._moving
-        return partial(moving.exchange_again, moving.repetition(counts, known, *self._move_arguments(layout, call)))
+    def _repetition(
+        self, layout: BlockLayout, call: Call, counts: Sequence[int] = (), known: np.ndarray | None = None
+    ) -> np.ndarray:
+        if known is None:
+            known = np.empty((self._memory.size, 0), np.int64)
+        arguments = self._move_arguments(layout, call)
+        return self._moving.repetition(np.array(counts, np.int64), known, *arguments)  # type: ignore[no-any-return]
 
     def run_now(self, exchange: Exchange, call: Call, *arrays: np.ndarray) -> None:
         """Run an exchange of arrays to its end, blocking; nothing else may be in progress."""
@@ -320,14 +383,6 @@ class _Staging:
         move = partial(self._moving.exchange, *self._move_arguments(blocks.layout, call))
         while (met := move(blocks.sent, blocks.received)) != self._done:
             yield from self._not_yet(met, call)
-
-    def bound_exchange(
-        self, counts: Sequence[int], known: np.ndarray, layout: BlockLayout, call: Call
-    ) -> BoundExchange | None:
-        """Return `gather` and `exchange` of one kernel call, for counts of all ranks that are ``known``."""
-        if len(counts) > self._board.shape[2] - 2:
-            return None
-        return self.bound(self._moves_again(np.array(counts, np.int64), known, layout, call))
 
     def _move_arguments(self, layout: BlockLayout, call: Call) -> tuple[Any, ...]:
         moving, n = self._moving, self._memory.size
@@ -447,29 +502,36 @@ def allreduce(x: np.ndarray, op: Reduction, world: World, call: Call) -> None:
 
 
 def bound_allreduce(x: np.ndarray, op: Reduction, world: World, call: Call) -> BoundExchange | None:
-    """Return the exchange that is an `allreduce` of arrays like ``x``; None if it takes several kernel calls."""
+    """Return the exchange ``kernel(x, x)`` that is an `allreduce`; None if it takes several kernel calls."""
     return _staging_of(world).bound_sum(x, op, call)
 
 
 def bound_reduce(x: np.ndarray, op: Reduction, root: int, world: World, call: Call) -> BoundExchange | None:
     """Return the exchange ``kernel(x, out)`` that is a `reduce` of arrays like ``x`` into the ``out`` of ``root``."""
-    return _staging_of(world).bound(_staging_of(world).for_root(x, op, root, call))
+    out = (x.dtype, x.size, None) if world.rank == root else None
+    return _staging_of(world).bound_sum(x, op, call, "sum_to_root", out, root)
 
 
 def bound_reduce_scatter(x: np.ndarray, op: Reduction, world: World, call: Call) -> BoundExchange | None:
     """Return the exchange ``kernel(x, out)`` that is a `reduce_scatter` of arrays like ``x``, which stay unchanged."""
-    return _staging_of(world).bound(_staging_of(world).shards_of(x, op, call))
+    ends = bounds(x.size, world.size)
+    count = ends[world.rank + 1] - ends[world.rank]
+    return _staging_of(world).bound_sum(x, op, call, "sum_to_owners", (x.dtype, count, (count,)))
 
 
 def bound_broadcast(x: np.ndarray, root: int, world: World, call: Call) -> BoundExchange | None:
-    """Return the exchange that is a `broadcast` of arrays like ``x``."""
-    return _staging_of(world).bound(_broadcasting(x, root, world, call))
+    """Return the exchange ``kernel(x, x)`` that is a `broadcast` of arrays like ``x``."""
+    layout, like = broadcast_layout(x.nbytes, world.size, world.rank, root), (x.dtype, x.size, None)
+    sent, received = (like, None) if world.rank == root else (None, like)
+    return _staging_of(world).bound_moves(layout, call, sent, received)
 
 
 def bound_allgather(out: np.ndarray, world: World, call: Call) -> BoundExchange | None:
-    """Return the exchange that is an `allgather` into arrays like ``out``, of a shard that need not be in its place."""
-    ends = _limits(out, world)
-    return _staging_of(world).bound(_staging_of(world).moves(allgather_layout(ends, world.rank), call))
+    """Return the exchange ``kernel(x, out)`` that is an `allgather` of a shard that need not be in its place."""
+    ends, me = bounds(out.size, world.size), world.rank
+    layout = allgather_layout(_limits(out, world), me)
+    x = out.dtype, ends[me + 1] - ends[me], None
+    return _staging_of(world).bound_moves(layout, call, x, (out.dtype, out.size, None))
 
 
 def allreduce_steps(x: np.ndarray, op: Reduction, world: World, call: Call) -> Steps:
@@ -573,10 +635,18 @@ def exchange(blocks: Blocks, world: World, call: Call) -> Steps:
 
 
 def bound_exchange(
-    counts: Sequence[int], known: np.ndarray, layout: BlockLayout, world: World, call: Call
+    counts: Sequence[int],
+    known: np.ndarray,
+    layout: BlockLayout,
+    like: tuple[Like | None, Like | None],
+    world: World,
+    call: Call,
 ) -> BoundExchange | None:
-    """Return `gather` and `exchange` as one kernel call, for counts of all ranks that are ``known``."""
-    return _staging_of(world).bound_exchange(counts, known, layout, call)
+    """Return `gather` and `exchange` as one kernel call, for counts of all ranks that are ``known``.
+
+    ``like`` says what the arrays that are sent and that receive are like, see `_Staging.bound_moves`.
+    """
+    return _staging_of(world).bound_moves(layout, call, *like, counts, known)
 
 
 def _limits(out: np.ndarray, world: World) -> list[int]:

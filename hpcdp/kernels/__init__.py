@@ -9,9 +9,9 @@ The families are `networks` (elementwise operations, normalization, sequences), 
   the types of their arguments at the first call, by one process of a node, while the others wait and then read the
   cache (`jit`).
 
-Outside of the families: `shm_exchange`, `shm_blocks` and `shm_messages` for memory shared by ranks, `copies`, `matmul`
-for BLAS, `empty`, which reuses memory for activations, gradients and received data, and `jit`, which compiles all Numba
-kernels.
+Outside of the families: `shm_exchange`, `shm_blocks`, `shm_repeated` and `shm_messages` for memory shared by ranks,
+`copies`, `matmul` for BLAS, `empty`, which reuses memory for activations, gradients and received data, and `jit`, which
+compiles all Numba kernels.
 
 A large array that NumPy allocates anew in every step costs a page fault for every 4 KiB, more than most operations on
 it. `empty` reuses a block whose reference count shows that no array uses it. Arrays on a tape, or kept by the caller,

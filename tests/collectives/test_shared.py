@@ -1,11 +1,23 @@
 """Collectives in a node's memory: nothing is sent."""
 
 import contextlib
+import itertools
 
 import numpy as np
 from raises import raises
 
-from hpcdp.collectives import Monoid, allgather, allreduce, broadcast, iallreduce, reduce
+from hpcdp.collectives import (
+    Monoid,
+    allgather,
+    allreduce,
+    alltoall,
+    broadcast,
+    gather,
+    iallreduce,
+    reduce,
+    reduce_scatter,
+    scatter,
+)
 from hpcdp.comm import thread_comm
 from hpcdp.core.state import refusing
 from hpcdp.errors import ConfigError, HpcdpError, MismatchError, UnsupportedError
@@ -86,3 +98,41 @@ def test_a_repeated_call_gives_way_to_meetings():
 
     assert thread_comm.run(2, rank) == [[8.0] * 4] * 2
     assert seen == [1, 1]
+
+
+def test_a_repeated_call_takes_other_arrays_in_the_usual_way():
+    """Its kernel knows arrays by the dtype, size, layout and memory of those of the first call."""
+
+    def rank(world):
+        n, me, dtypes = world.size, world.rank, ("f4", "i8", "i2", "?", "c8")
+        for dtype, count in itertools.product(dtypes, (n, 3 * n + 1)):
+            lo, hi = count * me // n, count * (me + 1) // n
+            whole = (np.arange(count) % 5).astype(dtype)
+            total = np.add.reduce([whole] * n, dtype=dtype)
+            wide = np.zeros((count, 2), dtype)
+            wide[:, 0] = whole
+            frozen = whole.copy()
+            frozen.flags.writeable = False
+            for x in (whole.copy(), whole.copy(), wide[:, 0], frozen, whole.reshape(1, -1), whole.copy()):
+                shard, every, swapped = np.zeros(hi - lo, dtype), np.zeros((1, count), dtype), np.zeros_like(wide)[:, 0]
+                assert (reduce_scatter(x, world=world, out=shard) == total[lo:hi]).all()
+                assert (allgather(x.reshape(-1)[lo:hi], world, out=every) == whole).all()
+                assert (allgather(x.reshape(-1)[lo:hi], world, out=every.reshape(-1)) == whole).all()
+                result = reduce(x, world=world, out=swapped.reshape(x.shape) if me == 0 else None)
+                assert (result == (total if me == 0 else whole)).all()
+                assert (x.reshape(-1) == whole).all()
+                gathered = gather(x, 0, world, np.zeros(7) if me else None)
+                assert gathered is None if me else (gathered.reshape(n, -1) == whole).all()
+                assert (scatter(np.tile(x, (n, 1, 1)) if me == 0 else None, 0, world).reshape(-1) == whole).all()
+                assert (alltoall(np.tile(x, (n, 1)), None, world).reshape(-1, count) == whole).all()
+            with raises(UnsupportedError, operation="alltoall", where="out"):
+                alltoall(np.tile(whole, (n, 1)), None, world, np.zeros(n * count, dtype))
+            inside = whole.copy()
+            assert (reduce_scatter(inside, world=world, out=inside[lo:hi]) == total[lo:hi]).all()
+            inside, behind = np.zeros(count + 1, dtype), me == 0 and n > 1
+            inside[:count] = whole
+            result = reduce(inside[:count], world=world, out=inside[1:] if behind else None)
+            assert (result == (total if behind or n == 1 else whole)).all()
+
+    for n in (1, 2, 3):
+        thread_comm.run(n, rank)

@@ -57,3 +57,27 @@ def test_a_barrier_of_threads_keeps_step_over_many_rounds():
         thread.join(60)
     assert not torn
     assert (board == rounds).all()
+
+
+def test_kernels_find_the_data_of_arrays_like_those_of_the_first_call():
+    module = kernels.load("shm_repeated")
+    assert module.can_read_objects()
+    x = np.arange(24.0, dtype=np.float32).reshape(4, 6)
+    read_only, aligned = x.copy(), np.zeros(97, np.uint8)
+    read_only.flags.writeable = False
+    others = [
+        x[:, ::2], x.T, np.zeros(0, np.float32), np.zeros((4, 5), np.float32), x.astype(np.float64), x.astype(np.int32),
+        x.astype(x.dtype.newbyteorder()), np.ma.masked_array(x), x.view(np.recarray), read_only,
+        aligned[1:].view(np.float32).reshape(4, 6), np.float32(1), None, 24, "x", [x], [],
+    ]  # fmt: skip
+    table = np.array(module.arrays_like((x.dtype, 24, (4, 6)), None, module.ANY))
+    assert module.address_of(table, id(x)) == x.ctypes.data
+    for other in [*others, x.reshape(-1), x.reshape(6, 4), x.reshape(4, 6, 1)]:
+        assert module.address_of(table, id(other)) == -1
+    table = np.array(module.arrays_like((x.dtype, 24, None), None, module.ANY))
+    for same in (x, x.reshape(-1), x.reshape(3, 2, 4), x[np.newaxis]):
+        assert module.address_of(table, id(same)) == x.ctypes.data
+    for other in others:
+        assert module.address_of(table, id(other)) == -1
+    one = np.array(module.arrays_like((x.dtype, 1, ()), None, module.ANY))
+    assert module.address_of(one, id(x[0, 0].copy())) == -1 and module.address_of(one, id(np.zeros((), x.dtype))) > 0
