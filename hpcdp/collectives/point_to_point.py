@@ -21,7 +21,7 @@ import numpy as np
 from ..comm import World
 from ..comm.communicator import COMPLETE, OPERATION_BITS, Communicator, PolledRequest, Request, StepsTo, make_tag
 from ..comm.node_messages import KERNEL_SPINS, SPINS, YIELDS, Mailbox, OfferedData
-from ..comm.progress import Operation, ProgressEngine, TaskGroup
+from ..comm.progress import NOT_YET, Operation, ProgressEngine, TaskGroup
 from ..core.arrays import Array, dtype_of_char, in_kind_of_sender, kind_number
 from ..core.checks import whole_number
 from ..core.state import protection_of
@@ -85,9 +85,10 @@ def isend(x: Array, dest: int, tag: int = 0, world: World | None = None) -> Oper
     """Start a `send`, with the same arguments and errors; ``x`` may not change before the end."""
     world = ranks_of(world)
     requests, dest = _sent(x, dest, tag, world)
+    progress = ProgressEngine.of(world)
     if not requests:
-        return ProgressEngine.of(world).ended("send", None)
-    return ProgressEngine.of(world).start(f"send to rank {dest}", _when_complete(requests), x, [dest])
+        return progress.ended("send", None)
+    return progress.start_polled(f"send to rank {dest}", _polled(requests, None), x, [dest])
 
 
 def _sent(x: Array, dest: int, tag: int, world: World, may_poll: bool = False) -> tuple[list[Request], int]:
@@ -170,6 +171,19 @@ def _when_complete(requests: list[Request], value: Any = None) -> StepsTo[Any]:
     return value
 
 
+def _polled(requests: list[Request], value: Any) -> Callable[[], Any]:
+    """Return a function that returns ``value`` when all requests are complete, and `NOT_YET` before."""
+
+    def poll() -> Any:
+        while requests:
+            if not requests[-1].test():
+                return NOT_YET
+            requests.pop()
+        return value
+
+    return poll
+
+
 @overload
 def recv(out: None = None, source: int = 0, tag: int = 0, world: World | None = None) -> Array: ...
 @overload
@@ -225,8 +239,8 @@ class _Known(NamedTuple):
     """See `Mailbox.receiver`."""
     spins: int
     """Polls of a blocking call."""
-    waiting: deque[_Receive]
-    """Earlier receives with the tag, to which the message may belong."""
+    inbox: _Inbox
+    """The earlier receives with the tag, to which the message may belong."""
     active: TaskGroup
     """Operations in progress, which a kernel would hold up."""
 
@@ -234,7 +248,7 @@ class _Known(NamedTuple):
         self, out: Array | None, source: int | None, blocks: bool = True, sent: Sequence[Request] = ()
     ) -> _Taken | None:
         """Take a message by one kernel, while messages are ``sent``; return None if the usual way is needed."""
-        if self.waiting or (blocks and self.active.running):
+        if self.inbox.waiting or (blocks and self.active.running):
             return None
         if out is None:
             out = np.empty(self.shape, self.dtype)
@@ -257,17 +271,24 @@ class _Taken(NamedTuple):
     def wait(self, world: World) -> Any:
         """Return the result of `recv` when it is complete."""
         if self.request is not COMPLETE:
-            ProgressEngine.of(world).run(*self._rest())
+            steps = _when_complete([self.request], self.received)
+            ProgressEngine.of(world).run(self._name, steps, self._x, [self.sender])
         return self.received
 
     def start(self, world: World) -> Operation[Any]:
         """Return the operation of `irecv`."""
         progress = ProgressEngine.of(world)
-        return progress.ended("recv", self.received) if self.request is COMPLETE else progress.start(*self._rest())
+        if self.request is COMPLETE:
+            return progress.ended("recv", self.received)
+        return progress.start_polled(self._name, _polled([self.request], self.received), self._x, [self.sender])
 
-    def _rest(self) -> tuple[str, StepsTo[Any], object, list[int]]:
-        x = self.received if isinstance(self.received, np.ndarray) else self.received[0]
-        return f"recv from rank {self.sender}", _when_complete([self.request], self.received), x, [self.sender]
+    @property
+    def _name(self) -> str:
+        return f"recv from rank {self.sender}"
+
+    @property
+    def _x(self) -> Any:
+        return self.received if isinstance(self.received, np.ndarray) else self.received[0]
 
 
 @overload
@@ -287,24 +308,29 @@ def irecv(out: Array | None = None, source: int | None = 0, tag: int = 0, world:
     known = _known_receive(out, source, tag, world)
     if known is not None and (taken := known.take(out, source, blocks=False)) is not None:
         return taken.start(world)
-    receiving = _Receiving(out, source, tag, world)
-    return ProgressEngine.of(world).start(receiving.name, receiving.steps(), out, receiving.peers)
+    receiving = _Receiving(out, source, tag, world, known)
+    return ProgressEngine.of(world).start_polled(receiving.name, receiving.poller(), out, receiving.peers)
 
 
 class _Receiving:
     """A valid call of `recv` or `irecv`."""
 
-    def __init__(self, out: Array | None, source: int | None, tag: int, world: World) -> None:
-        tag = _checked_tag("recv", tag)
-        if source is not None:
-            source = checked_root("recv", source, world, "source")
-        if out is not None:
-            check_array("recv", "out", out)
-            check_writeable("recv", "out", out)
-        self._out, self._source, self._tag, self._world = out, source, tag, world
+    def __init__(
+        self, out: Array | None, source: int | None, tag: int, world: World, known: _Known | None = None
+    ) -> None:
+        if known is None:
+            tag = _checked_tag("recv", tag)
+            if source is not None:
+                source = checked_root("recv", source, world, "source")
+            if out is not None:
+                check_array("recv", "out", out)
+                check_writeable("recv", "out", out)
+            inbox: _Inbox | None = world.kept.get((_Inbox, tag))
+            self._inbox = inbox or world.keep((_Inbox, tag), lambda: _Inbox(world, tag))
+        else:
+            self._inbox = known.inbox
+        self._out, self._source, self._tag, self._world, self._known = out, source, tag, world, known
         self._spins = SPINS if world.cores >= world.local_size else 0
-        inbox: _Inbox | None = world.kept.get((_Inbox, tag))
-        self._inbox = inbox or world.keep((_Inbox, tag), lambda: _Inbox(world, tag))
         self._receive: _Receive | None = None
         self.peers = [] if source is None else [source]
         """The ranks that it waits for, see `ProgressEngine.start`."""
@@ -337,7 +363,7 @@ class _Receiving:
         header = _header(received, kind_number(None) if anonymous else _ANY, _WITHIN if is_short else _OFFERED)
         now = mailbox.receiver(self._source, self._tag, header, None if is_short else self._inbox.data_by_mpi)
         active = ProgressEngine.of(self._world).active
-        known[key] = _Known(shape, dtype, now, KERNEL_SPINS if self._spins else 0, self._inbox.waiting, active)
+        known[key] = _Known(shape, dtype, now, KERNEL_SPINS if self._spins else 0, self._inbox, active)
 
     def _is_here_soon(self) -> bool:
         """Start it; return whether a short message for it arrives while this thread spins, as most do."""
@@ -371,6 +397,34 @@ class _Receiving:
             return self.result()
         finally:
             inbox.drop(receive)
+
+    def poller(self) -> Callable[[], Any]:
+        """Start it; return a function that returns what `recv` returns when the data are here, and `NOT_YET` before."""
+        inbox, source, known = self._inbox, self._source, self._known
+        receive = self._receive = inbox.post(self._out, source)
+        array: Any = self._out
+        if known is not None and array is None:
+            array = np.empty(known.shape, known.dtype)
+        is_known = False
+
+        def poll() -> Any:
+            nonlocal is_known
+            try:
+                if receive.request is None:
+                    is_known = known is not None and inbox.take_known(receive, known, array)
+                    if not is_known and not inbox.has_for(receive):
+                        return NOT_YET
+                assert receive.request is not None
+                if not receive.request.test():
+                    return NOT_YET
+            except BaseException:
+                inbox.drop(receive)
+                raise
+            if not is_known:
+                return self.result()
+            return array if source is not None else (array, receive.source)
+
+        return poll
 
     def result(self) -> Any:
         """Return what `recv` returns, when the data are here."""
@@ -555,6 +609,21 @@ class _Inbox:
                 first = next(other for other in self.waiting if other.source in (None, sender))
                 self.waiting.remove(first)
                 first.match(self, *begun)
+            return True
+
+    def take_known(self, receive: _Receive, known: _Known, out: np.ndarray) -> bool:
+        """Return whether a kernel has taken a message like earlier ones for ``receive``, the first of those that wait.
+
+        ``out`` gets the data when the request of ``receive`` is complete.
+        """
+        with self._turn:
+            if self.waiting[0] is not receive:
+                return False
+            taken = known.now(out.reshape(-1).view(np.uint8), 0, None)
+            if taken is None:
+                return False
+            self.waiting.popleft()
+            receive.source, receive.request = taken
             return True
 
     def _next_from(self, source: int | None) -> tuple[int, np.ndarray, Request] | None:

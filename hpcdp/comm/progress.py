@@ -11,6 +11,7 @@ others.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import weakref
@@ -144,6 +145,47 @@ class Operation(Generic[T]):
         return self.value
 
 
+NOT_YET: Any = object()
+"""The answer of a poll, see `ProgressEngine.start_polled`, before there is a result."""
+
+
+class PolledOperation(Operation[T]):
+    """A nonblocking operation without stages, in the place of a task; made by `ProgressEngine.start_polled`."""
+
+    stages = 0
+
+    def __init__(self, progress: ProgressEngine, call: tuple[Any, ...], poll: Callable[[], T]) -> None:
+        super().__init__(call, self._advance_all, _no, progress.watchdog)
+        self._progress, self._poll = progress, poll
+
+    def _advance_all(self) -> bool:
+        if not self.is_over:
+            self._progress.advance_all()
+        return self.has_ended()
+
+    def advance(self) -> bool:
+        """Poll; return whether the operation is over."""
+        if self.is_over:
+            return True
+        try:
+            value = self._poll()
+            if value is not NOT_YET:
+                self.value = value
+                self._end(_yes)
+        except Exception as error:
+            self._end(functools.partial(_raise, error))
+        except BaseException as error:  # Ctrl-C ends the wait with the operation incomplete
+            self._end(functools.partial(_raise, error))
+            raise
+        return self.is_over
+
+    def _end(self, has_ended: Callable[[], bool]) -> None:
+        self._test = self.has_ended = has_ended  # no more references to itself
+        self.is_over = True
+        self.settled()  # another request's test may have ended it
+        self._progress.note_end(self)
+
+
 class RunningTask:
     """An algorithm and the requests that it waits for."""
 
@@ -187,7 +229,7 @@ class TaskGroup:
     """Algorithms that progress together, in any order; itself a request."""
 
     def __init__(self, machines: Iterable[Steps]) -> None:
-        self.running = [RunningTask(steps) for steps in machines]
+        self.running: list[RunningTask | PolledOperation[Any]] = [RunningTask(steps) for steps in machines]
 
     def add(self, steps: Steps) -> None:
         """Start one more algorithm."""
@@ -241,6 +283,9 @@ _MOST_CALLS = 64
 
 _LANE = "progress"
 """The name of the engine's lane on which a world's nonblocking operations progress."""
+
+_IDLE_POLLS = 30
+"""Polls of the lane, at most 1 ms apart, after the last operation of `ProgressEngine.start_polled`."""
 
 LANES = 16
 """Segments in flight at once: while one is added up, others keep the link busy."""
@@ -301,7 +346,13 @@ class ProgressEngine:
         self._round = 0
         self._world = weakref.ref(world)
         self._mailbox: Mailbox | None = world.kept.get(Mailbox)
-        self._has_lane = self._is_polled = False
+        self._has_lane = False
+        self._is_polled = False
+        """True while the lane polls between naps, False while it sleeps until it is woken."""
+        self._lingers = False
+        """True while the lane polls although no operation is in progress."""
+        self._polls_left = 0
+        """How often it does so before it sleeps."""
         self.is_awaited = False
         """True while operations are started that the caller waits for at once: they poll for other ranks of the node in
         the kernels before they wake the progress lane."""
@@ -388,7 +439,7 @@ class ProgressEngine:
             finally:
                 ended = operation.is_over = True
                 operation.settled()  # another request's test may have ended it
-                self._over.append(operation)
+                self.note_end(operation)
 
         def has_ended() -> bool:
             if failure is not None:
@@ -397,7 +448,7 @@ class ProgressEngine:
 
         def test() -> bool:
             if not ended:
-                self._go_on()
+                self.advance_all()
             return has_ended()
 
         call = (f"wait for {name}", x) if peers is None else (name, x, list, OWN, *peers)
@@ -411,12 +462,37 @@ class ProgressEngine:
             finally:
                 if memory is not None:
                     memory.wait_shortly(False)
-            if not ended and not self._is_polled:
+            if not ended and (self._lingers or not self._is_polled):
                 self._poll_on_lane()
         self._call_back()
         if isinstance(failure, UnsupportedError):
             raise failure
         return operation
+
+    def start_polled(self, name: str, poll: Callable[[], T], x: object, peers: Sequence[int]) -> Operation[T]:
+        """Start an operation that ends with the result of ``poll()``, which returns `NOT_YET` before.
+
+        It progresses as an operation of `start`, with less work around it. If such operations follow each other, the
+        progress lane is not woken for each, but polls after a nap of at most 1 ms: most of them are over before, and a
+        thread that wakes takes the GIL from the one that waits.
+
+        Args:
+            name: as for `start`.
+            poll: never blocks; called by one thread at a time.
+            x: as for `start`.
+            peers: as for `start`, for an operation that not all ranks start.
+        """
+        operation = PolledOperation(self, (name, x, list, OWN, *peers), poll)
+        with self.turn:
+            self._polls_left = _IDLE_POLLS
+            self.active.running.append(operation)
+            if not self._is_polled or (self._lingers and self._has_gpu()):
+                self._poll_on_lane()
+        return operation
+
+    def note_end(self, operation: Operation[Any]) -> None:
+        """Let the callbacks of an operation that is over be run when ``turn`` is released."""
+        self._over.append(operation)
 
     def _turn_after(self, first: Operation[Any] | None) -> Steps:
         """Wait until ``first`` has ended, and all operations that were started before have begun."""
@@ -460,7 +536,7 @@ class ProgressEngine:
     def finish(self) -> None:
         """Block until no operation is in progress; needed before a blocking call, during which none would progress."""
         if self.active.running:
-            wait_for(self._go_on)
+            wait_for(self.advance_all)
 
     def spin(self) -> None:
         """Advance the operations of this world, and poll for other ranks of the node, without the GIL, if none ends.
@@ -490,10 +566,15 @@ class ProgressEngine:
         if not self._has_lane:
             world.engine.add_lane(_LANE, idle=weakly(self._poll))
             self._has_lane = True
-        self._is_polled = True
+        self._is_polled, self._lingers = True, False
         device = world.gpu_of_messages
         # A task that held the world would keep it alive until the lane has run it.
         world.engine.push(list if device is None else device.use, lane=_LANE, name=_LANE)
+
+    def _has_gpu(self) -> bool:
+        """Return whether a message has been in a GPU's memory, which the lane must select."""
+        world = self._world()
+        return world is not None and world.gpu_of_messages is not None
 
     def _poll(self) -> object:
         """Advance the operations of this world, on the lane; return whether some are in progress, or `ADVANCED`."""
@@ -504,7 +585,9 @@ class ProgressEngine:
             began = self._stages()
             if memory is not None:
                 memory.wait_shortly(True)  # in the kernels, without the GIL
-            self._is_polled = not self.active.test()
+            self._lingers = self.active.test()
+            self._polls_left -= self._lingers
+            self._is_polled = not self._lingers or self._polls_left > 0
             return self._is_polled and (began == self._stages() or ADVANCED)
         finally:
             if memory is not None:
@@ -515,7 +598,7 @@ class ProgressEngine:
     def _stages(self) -> int:
         return sum(task.stages for task in self.active.running)
 
-    def _go_on(self) -> bool:
+    def advance_all(self) -> bool:
         """Advance every algorithm, also of other worlds; return whether all of this world's have ended."""
         for reference in self._all:
             progress = reference()
@@ -535,6 +618,14 @@ class ProgressEngine:
 
 def _yes() -> bool:
     return True
+
+
+def _no() -> bool:
+    return False
+
+
+def _raise(error: BaseException) -> bool:
+    raise error
 
 
 def _next(queue: deque[T]) -> T | None:

@@ -106,32 +106,36 @@ class Work(dist._Work):  # type: ignore[misc]
     Args:
         operations: the operations of hpcdp that make it up.
         result: the tensors that it writes.
-        finish: copies results to ``result``; called once, when all operations are complete.
+        finish: copies results to ``result``; called once, with the result of the last operation, when all are complete.
         timeout: limits `wait` by default.
         group: its group; None if there are no operations.
     """
+
+    _error: BaseException | None = None
+    _is_over = False
+    _future: torch.futures.Future[None] | None = None
+    _returned: torch.futures.Future[list[torch.Tensor]] | None = None
 
     def __init__(
         self,
         operations: Sequence[Operation[Any]],
         result: Sequence[torch.Tensor],
-        finish: Callable[[], object] | None = None,
+        finish: Finish | None = None,
         timeout: timedelta = timedelta(0),
         group: ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         self._operations, self._finish, self._timeout = operations, finish, timeout
-        self._result = list(result)
-        self._group = group
+        self._result, self._group = list(result), group
         self._lock = threading.Lock()
-        self._error: BaseException | None = None
-        self._future: torch.futures.Future[None] | None = None
-        self._returned: torch.futures.Future[list[torch.Tensor]] | None = None
-        self._ended = threading.Lock()  # released at the end; an Event takes 6 us to make
-        self._is_over = all(operation.is_over for operation in operations)
-        if self._is_over:
+        for operation in operations:
+            if not operation.is_over:
+                break
+        else:
             self._error = self._outcome()
+            self._is_over = True
             return
+        self._ended = threading.Lock()  # released at the end; an Event takes 6 us to make
         self._ended.acquire()
         self._missing = len(operations)
         for operation in operations:
@@ -150,7 +154,7 @@ class Work(dist._Work):  # type: ignore[misc]
             for operation in self._operations:
                 operation.has_ended()
             if self._finish is not None:
-                self._finish()
+                self._finish(self._operations[-1].value)
         except BaseException as error:
             return error
         return None
@@ -308,7 +312,7 @@ def _operation(method: Callable[..., Work]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def run(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        tensor = _first_tensor([*args, *kwargs.values()])
+        tensor = _first_tensor(args) if args else _first_tensor(list(kwargs.values()))
         if tensor is not None and tensor.is_cuda:
             group = self.nccl_group(tensor.device)
             if group is not None:
@@ -325,10 +329,11 @@ def _operation(method: Callable[..., Work]) -> Callable[..., Any]:
 
 def _first_tensor(values: Sequence[Any]) -> torch.Tensor | None:
     for value in values:
-        if isinstance(value, torch.Tensor):
+        if type(value) is list or type(value) is tuple:
+            if (tensor := _first_tensor(value)) is not None:
+                return tensor
+        elif isinstance(value, torch.Tensor):
             return value
-        if isinstance(value, (list, tuple)) and (tensor := _first_tensor(value)) is not None:
-            return tensor
     return None
 
 
@@ -671,14 +676,16 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def send(self, tensors: Any, dest: int, tag: int = 0) -> Work:
         """Send a tensor to rank ``dest`` of the group."""
         (tensor,) = _listed(tensors)
-        return self._run("send", None, [tensor], None, _flat(tensor, moves=True), dest, tag, self.world)
+        operation = collectives.isend(_flat(tensor, moves=True), dest, tag, self.world)
+        return Work([operation], [tensor], None, self._timeout, self)
 
     @_operation
     def recv(self, tensors: Any, source: int | None, tag: int = 0) -> Work:
         """Receive a tensor of rank ``source`` of the group, in place."""
         (tensor,) = _listed(tensors)
         out, finish = _target(tensor, moves=True)
-        return self._run("recv", None, [tensor], finish, out, source, tag, self.world)
+        operation = collectives.irecv(out, source, tag, self.world)
+        return Work([operation], [tensor], finish, self._timeout, self)
 
     @_operation
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
@@ -712,14 +719,13 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             operation = getattr(collectives, f"i{name}")(*args, **kwargs)
         finally:
             progress.is_awaited = False
-        end = None if finish is None else lambda: finish(operation.value)
-        return Work([operation], result, end, limit if limit > timedelta(0) else self._timeout, self)
+        return Work([operation], result, finish, limit if limit > timedelta(0) else self._timeout, self)
 
     def _together(self, works: Sequence[Work]) -> Work:
         operations = [operation for work in works for operation in work._operations]
         result = [tensor for work in works for tensor in work._result]
         # The callbacks of `works` were added first, so these do not wait for what this thread has to do.
-        return Work(operations, result, functools.partial(_wait_for_all, works), self._timeout, self)
+        return Work(operations, result, lambda _: _wait_for_all(works), self._timeout, self)
 
     def push(self, lane: str, call: Callable[[], object]) -> None:
         """Run ``call`` on a thread of its own, which may block."""
@@ -789,11 +795,12 @@ _KIND = kinds[torch.Tensor]
 
 def _array(tensor: torch.Tensor, moves: bool = False) -> Array:
     """Return an array over the memory of ``tensor``; if it is only moved, of bytes for dtypes that NumPy lacks."""
-    values = tensor.detach()
-    if moves and values.dtype in _MOVED_AS_BYTES:
-        values = values.view(torch.uint8)
+    if moves and tensor.dtype in _MOVED_AS_BYTES:
+        tensor = tensor.detach().view(torch.uint8)
+    elif tensor.requires_grad:
+        tensor = tensor.detach()
     assert _KIND is not None
-    return _KIND.as_array("torch.distributed", "tensor", values)
+    return _KIND.as_array("torch.distributed", "tensor", tensor)
 
 
 def _tensor(array: Array) -> torch.Tensor:
@@ -817,8 +824,7 @@ def _target(tensor: torch.Tensor, moves: bool = False) -> tuple[Array, Finish | 
     """
     source = resolved(tensor if tensor.is_contiguous() else tensor.detach().contiguous())
     array = _array(source, moves).reshape(-1)
-    finish = None if source is tensor else lambda _: tensor.detach().copy_(source)
-    return array, finish
+    return array, None if source is tensor else lambda _: tensor.detach().copy_(source)
 
 
 def _joined(tensors: Sequence[torch.Tensor], moves: bool = False) -> Array:

@@ -75,6 +75,34 @@ def as_tensor(array: Array) -> torch.Tensor:
         return torch.from_dlpack(array)
 
 
+class _Exported:
+    """A tensor in host memory without lazy conjugation, to NumPy.
+
+    `torch.Tensor.__dlpack__` checks in Python what is known here, for 5 us.
+    """
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return _to_dlpack(self._tensor)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _HOST
+
+
+_HOST = (1, 0)
+_to_dlpack: Any = getattr(torch._C, "_to_dlpack_versioned", None)
+"""None in old versions of PyTorch, whose function for this gives arrays that are read-only."""
+
+
+def _exported(tensor: torch.Tensor) -> Any:
+    """Return what `np.from_dlpack` takes for a detached tensor."""
+    return tensor if _to_dlpack is None or type(tensor) is not torch.Tensor else _Exported(tensor)
+
+
 class TensorKind:
     """Tensors as arguments and results of functions that compute on arrays, see `core.arrays.kinds`.
 
@@ -99,7 +127,7 @@ class TensorKind:
                 got="one with requires_grad=True",
                 remedy=f"{remedy}; hpcdp.torch.functional.{name} has a gradient" if has_gradient else remedy,
             )  # fmt: skip
-        device = gpu_of(x)
+        device = gpu_of(x) if x.is_cuda else None
         if device is not None:
             require_cupy(operation, where, device)
         try:
@@ -108,8 +136,8 @@ class TensorKind:
                 return as_array(values)
             # Not `values.numpy()`: it forbids resizing the storage, which FSDP does.
             if x.dtype == torch.bfloat16:
-                return np.from_dlpack(values.view(torch.int16)).view(dtype_of(BFLOAT16))
-            return np.from_dlpack(values)
+                return np.from_dlpack(_exported(values.view(torch.int16))).view(dtype_of(BFLOAT16))
+            return np.from_dlpack(_exported(values))
         except (RuntimeError, TypeError, BufferError, ValueError) as error:
             raise UnsupportedError(
                 operation, where=where, expected="a dense tensor in host memory or on a CUDA GPU",

@@ -358,6 +358,25 @@ def test_real_ranks_wait_in_any_order():
         assert_close(arrays[number], reduced(n, calls[number][0]), n, "sum", calls[number][1])
 
 
+@pytest.mark.mpi
+def test_real_ranks_receive_messages_that_they_do_not_wait_for():
+    import hpcdp
+
+    world = hpcdp.init()
+    if not world.concurrent or world.size < 2:
+        pytest.skip("needs 2 ranks and a progress lane")
+    for pause_s in (0.0, 0.0, 0.1, 0.0):  # the lane naps, or sleeps after a long pause
+        time.sleep(pause_s)
+        if world.rank == 1:
+            hpcdp.send(np.ones(1_000_000), 0)
+        elif world.rank == 0:
+            received = hpcdp.irecv(np.zeros(1_000_000), 1)
+            end_s = time.monotonic() + 20
+            while not received.is_over and time.monotonic() < end_s:
+                time.sleep(1e-3)
+            assert received.is_over and (received.wait() == 1).all()
+
+
 @pytest.mark.parametrize("algorithm", ["native", "ring", "auto"])
 def test_what_one_rank_asks_for_early_meets_the_right_operation(algorithm):
     """A rank that polls between two starts must not put its messages in another order than the others."""
