@@ -40,7 +40,8 @@ def _pattern(like: Like | None) -> list[int]:
         return [0]
     dtype, size, shape = like
     axes = [_NO_AXES] if shape is None else [len(shape), *shape]
-    return [1, id(dtype), size, size * dtype.itemsize, *axes]
+    lasting = np.dtype(dtype.type)  # one with metadata may be freed, and its address reused
+    return [1, id(lasting), size, size * dtype.itemsize, *axes]
 
 
 def arrays_like(x: Like | None, out: Like | None, rule: int) -> list[int]:

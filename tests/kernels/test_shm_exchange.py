@@ -79,5 +79,8 @@ def test_kernels_find_the_data_of_arrays_like_those_of_the_first_call():
         assert module.address_of(table, id(same)) == x.ctypes.data
     for other in others:
         assert module.address_of(table, id(other)) == -1
+    marked = x.astype(np.dtype(np.float32, metadata={"unit": "m"}))  # a dtype that goes with its array
+    table = np.array(module.arrays_like((marked.dtype, 24, (4, 6)), None, module.ANY))
+    assert module.address_of(table, id(marked)) == -1 and module.address_of(table, id(x)) == x.ctypes.data
     one = np.array(module.arrays_like((x.dtype, 1, ()), None, module.ANY))
     assert module.address_of(one, id(x[0, 0].copy())) == -1 and module.address_of(one, id(np.zeros((), x.dtype))) > 0
