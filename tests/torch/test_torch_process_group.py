@@ -147,6 +147,34 @@ def test_movements():
         )
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_lists_of_long_tensors(waits):
+    me, n = dist.get_rank(), dist.get_world_size()
+    rows = [100 + 900 * (rank % 2) for rank in range(n)]  # some are shorter than those that move by themselves
+    x = torch.full((rows[me], 300), float(me))
+
+    def run(call, *args):
+        work = call(*args, async_op=waits)
+        if waits:
+            work.get_future().wait()
+
+    def blank(rank):
+        return torch.zeros(300, rows[rank]).t() if me == 0 else torch.zeros(rows[rank], 300)
+
+    for root in range(n):
+        outs = [blank(rank) for rank in range(n)]
+        run(dist.all_gather, outs, x)
+        assert all((out == rank).all() for rank, out in enumerate(outs))
+        outs = [blank(rank) for rank in range(n)] if me == root else None
+        run(dist.gather, x, outs, root)
+        assert me != root or all((out == rank).all() for rank, out in enumerate(outs))
+        out = blank(me)
+        run(dist.scatter, out, [torch.full((rows[r], 300), 1.0 * r) for r in range(n)] if me == root else None, root)
+        assert (out == me).all()
+    with pytest.raises(RuntimeError, match=r"16382|same rank"):
+        dist.isend(x, (me + 1) % n, tag=16383)
+
+
 def test_scattered_reductions_and_alltoall():
     me, n = dist.get_rank(), dist.get_world_size()
     whole = torch.stack(everyone((2 * n, 3))).sum(0)
