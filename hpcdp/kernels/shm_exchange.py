@@ -176,6 +176,8 @@ DTYPES = (np.dtype("float32"), np.dtype("float64"), np.dtype("int64"))
 """Dtypes for which the sums are called."""
 
 _BLOCK = 2048
+_PIECE_NBYTES = 64 << 10
+"""What one rank stages at a time for another that sums it alone, and meanwhile sums the piece before."""
 _LINE_NBYTES = 64
 """A cache line."""
 CORES_KEEP_LINES = binding.get_host_cpu_name().startswith("znver")
@@ -419,6 +421,8 @@ def sum_to_root(staging, counters, state, kind, prescale, divisor, factor, root,
     """
     n, chunk, me = staging.shape[1], staging.shape[2], state[ME]
     is_alone = n == 2 and x.size > chunk
+    if is_alone:
+        chunk = min(chunk, _PIECE_NBYTES // x.itemsize)
     partial, streams = np.empty(_BLOCK, x.dtype), x.size * x.itemsize >= STREAMED_NBYTES
     before, over, after = x.dtype.type(prescale), x.dtype.type(divisor), x.dtype.type(factor)
     while state[POSITION] < x.size:
