@@ -217,10 +217,8 @@ class _Staging:
         return partial(kernel, staging, self._counters, self._state, call.signature, *op.factors(self._memory.size))
 
     @cached_property
-    def _repeated(self) -> ModuleType | None:
-        """The kernels of repeated exchanges; None if they cannot read the objects of arrays."""
-        module = kernels.load("shm_repeated")
-        return module if module.can_read_objects() else None
+    def _repeated(self) -> ModuleType:
+        return kernels.load("shm_repeated")
 
     def bound_sum(
         self, x: np.ndarray, op: Reduction, call: Call, name: str = "", out: Like | None = None, root: int = 0
@@ -237,7 +235,7 @@ class _Staging:
         """
         staging = self._sums.get(x.dtype) if op.name in ("sum", "mean") else None
         repeated = self._repeated
-        if staging is None or repeated is None:
+        if staging is None:
             return None
         rule = repeated.APART_OR_SAME if name == "sum_to_root" else repeated.APART
         name = name or ("sum_by_all" if x.nbytes <= self._by_all_nbytes else "sum_by_owners")
@@ -266,14 +264,13 @@ class _Staging:
             known: those of all ranks, shape ``(n, k)``, which the exchange needs to be announced again.
         """
         repeated = self._repeated
-        if repeated is None or len(counts) > self._board.shape[2] - 2:
+        if len(counts) > self._board.shape[2] - 2:
             return None
         alike = repeated.arrays_like(x, out, repeated.ANY)
         table = np.concatenate([alike, self._repetition(layout, call, counts, known)], dtype=np.int64)
         return self._bound(partial(repeated.exchange_at, table))
 
     def _bound(self, kernel: Callable[[int, int], int]) -> BoundExchange:
-        assert self._repeated is not None
         return BoundExchange(kernel, self._done, self._repeated.OTHER, self._resume, self._not_yet, self._calls)
 
     def shards_of(self, x: np.ndarray, op: Reduction, call: Call) -> Exchange | None:

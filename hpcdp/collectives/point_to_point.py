@@ -77,7 +77,8 @@ def send(x: Array, dest: int, tag: int = 0, world: World | None = None) -> None:
     """
     world = ranks_of(world)
     requests, dest = _sent(x, dest, tag, world, may_poll=True)
-    _wait_for_sent(requests, x, dest, world)
+    if requests:
+        _wait_for_sent(requests, x, dest, world)
 
 
 @accepts_tensors
@@ -96,7 +97,7 @@ def _sent(x: Array, dest: int, tag: int, world: World, may_poll: bool = False) -
 
     With ``may_poll``, poll for the receiver of long data in a kernel, see `Mailbox.offerer`.
     """
-    known: dict[object, Callable[[np.ndarray, bool], list[Request]]] = world.keep(_sent, dict)
+    known: dict[object, Callable[[np.ndarray, bool], list[Request]]] = world.kept.get(_sent) or world.keep(_sent, dict)
     key = None
     if type(x) is np.ndarray and x.flags.carray and type(dest) is int and type(tag) is int:
         key = dest, tag, x.shape, x.dtype, kind_of_call()
@@ -132,10 +133,11 @@ def _sender_of(x: np.ndarray, dest: int, tag: int, world: World) -> Callable[[np
 
     if mailbox is None:
         return by_mpi
-    send, nothing = mailbox.sender(dest, tag), np.empty(0, np.uint8)
+    nothing = np.empty(0, np.uint8)
+    send = mailbox.sender(dest, tag, header, x if is_short else nothing)
 
     def by_copy(x: np.ndarray, may_poll: bool) -> list[Request]:
-        request = send(header, x.reshape(-1).view(np.uint8))
+        request = send(x)
         return [] if request is None else [request]
 
     send_data, active = partial(comm.isend, dest=dest, tag=data_number), ProgressEngine.of(world).active
@@ -145,7 +147,7 @@ def _sender_of(x: np.ndarray, dest: int, tag: int, world: World) -> Callable[[np
         data = x.reshape(-1).view(np.uint8)
         requests = offer(data, may_poll and not active.running)
         if requests is None:
-            message = send(header, nothing)
+            message = send(nothing)
             requests = [send_data(data)] if message is None else [send_data(data), message]
         return requests
 
@@ -222,7 +224,9 @@ def _known_receive(out: Array | None, source: int | None, tag: int, world: World
     """Return how an array as in an earlier call is received; None if the usual way is needed."""
     if (type(source) is not int and source is not None) or type(tag) is not int:
         return None
-    known: dict[object, _Known] = world.keep(_known_receive, dict)
+    known: dict[object, _Known] | None = world.kept.get(_known_receive)
+    if known is None:
+        return None
     if out is None:
         return known.get((source, tag))
     if type(out) is not np.ndarray or not out.flags.carray or protection_of(out) is not None:
@@ -253,7 +257,7 @@ class _Known(NamedTuple):
         if out is None:
             out = np.empty(self.shape, self.dtype)
         own = sent[0] if sent and type(sent[0]) is OfferedData else None
-        taken = self.now(out.reshape(-1).view(np.uint8), self.spins if blocks else 0, own)
+        taken = self.now(out, self.spins if blocks else 0, own)
         if taken is None:
             return None
         sender, request = taken
@@ -361,7 +365,8 @@ class _Receiving:
         if len(known) >= _MOST_KNOWN:
             known.clear()
         header = _header(received, kind_number(None) if anonymous else _ANY, _WITHIN if is_short else _OFFERED)
-        now = mailbox.receiver(self._source, self._tag, header, None if is_short else self._inbox.data_by_mpi)
+        instead = None if is_short else self._inbox.data_by_mpi
+        now = mailbox.receiver(self._source, self._tag, header, instead, received)
         active = ProgressEngine.of(self._world).active
         known[key] = _Known(shape, dtype, now, KERNEL_SPINS if self._spins else 0, self._inbox, active)
 
@@ -486,7 +491,8 @@ def sendrecv(
         received = taken.wait(world)
     else:
         received = (receiving or _Receiving(out, source, tag, world)).run(requests)
-    _wait_for_sent(requests, x, dest, world)
+    if requests:
+        _wait_for_sent(requests, x, dest, world)
     return received
 
 
@@ -619,7 +625,7 @@ class _Inbox:
         with self._turn:
             if self.waiting[0] is not receive:
                 return False
-            taken = known.now(out.reshape(-1).view(np.uint8), 0, None)
+            taken = known.now(out, 0, None)
             if taken is None:
                 return False
             self.waiting.popleft()

@@ -92,20 +92,30 @@ class Mailbox:
         first = self._rank * _SLOTS
         return [(np.array([number]), self._offers[number]) for number in range(first, first + _SLOTS)]
 
-    def sender(self, dest: int, tag: int) -> Callable[[np.ndarray, np.ndarray], Request | None]:
-        """Return a function ``send(header, data)`` that sends messages to a rank of the node.
+    def sender(
+        self, dest: int, tag: int, header: np.ndarray, like: np.ndarray
+    ) -> Callable[[np.ndarray], Request | None]:
+        """Return a function ``send(x)`` that sends arrays of the dtype and size of ``like`` to a rank of the node.
 
-        ``header``, shape ``(k,)``, int64, and ``data``, shape ``(nbytes,)``, dtype uint8, are the message, of at most
-        `MOST_NBYTES` bytes. It is copied; the function returns None, or a request if the queue is full.
+        A message is the ``header``, shape ``(k,)``, int64, and the data, together at most `MOST_NBYTES` bytes. It is
+        copied; the function returns None, or a request if the queue is full.
 
         Args:
             dest: the receiver, a rank of the world.
             tag: the tag, from 0 to 2^31 - 1.
+            header: the first part of the message.
+            like: a contiguous array.
         """
-        local, push, done = self.local_of[dest], self._kernels.push, self._kernels.DONE
-        queue, unsent, me = self._queues[local], self._unsent[local], self._rank
+        local, module, me = self.local_of[dest], self._kernels, self._rank
+        queue, unsent, push, push_at, done = (
+            self._queues[local], self._unsent[local], module.push, module.push_at, module.DONE
+        )  # fmt: skip
+        table = module.message_table(like.dtype, like.size, queue, me, tag, header)
 
-        def send(header: np.ndarray, data: np.ndarray) -> Request | None:
+        def send(x: np.ndarray) -> Request | None:
+            if not unsent and push_at(table, id(x)) == done:
+                return None
+            data = x.reshape(-1).view(np.uint8)
             if not unsent and push(queue, me, tag, header, data) == done:
                 return None
             return self._send_later(local, tag, header, data.copy())
@@ -181,13 +191,19 @@ class Mailbox:
         return message
 
     def receiver(
-        self, source: int | None, tag: int, header: np.ndarray, instead: Callable[[np.ndarray, int], Request] | None
+        self,
+        source: int | None,
+        tag: int,
+        header: np.ndarray,
+        instead: Callable[[np.ndarray, int], Request] | None,
+        like: np.ndarray,
     ) -> Callable[[np.ndarray, int, OfferedData | None], tuple[int, Request] | None]:
-        """Return a function ``receive(data, spins, own)`` for messages with one header.
+        """Return a function ``receive(out, spins, own)`` for messages with one header.
 
         It polls ``spins`` times, each 15 to 50 ns, and returns the sender, a rank of the world, and the request of its
-        data; or None if no message has arrived, or another one first, for `take`. ``data``, shape ``(nbytes,)``, dtype
-        uint8, get the rest of the message. Meanwhile it writes a part of ``own``, an offer that only this thread has.
+        data; or None if no message has arrived, or another one first, for `take`. ``out``, contiguous, of the dtype and
+        size of ``like``, gets the rest of the message. Meanwhile it writes a part of ``own``, an offer that only this
+        thread has.
 
         Args:
             source: the sender, a rank of the world in the node, or None for any.
@@ -195,15 +211,26 @@ class Mailbox:
             header: shape ``(k,)``, int64; -1 stands for any number.
             instead: for data that are an `offer`: starts to receive a message of MPI with them from a rank, and returns
                 its request. None if the message has the data.
+            like: a contiguous array.
         """
         local, module, process = -1 if source is None else self.local_of[source], self._kernels, self._process
         queue, offers, lock, ranks, arrived = self._mine, self._offers, self._taking, self._ranks, self._arrived
-        receive, within = module.receive, np.empty(0, np.int64)
+        receive, receive_at = module.receive, module.receive_at
+        table = module.message_table(like.dtype, like.size, queue, local, tag, header)
 
-        def receive_now(data: np.ndarray, spins: int, own: OfferedData | None) -> tuple[int, Request] | None:
+        def receive_data(out: np.ndarray, spins: int, own: OfferedData | None) -> tuple[int, Request] | None:
             if not lock.acquire(blocking=False):
                 return None
-            answer = within if instead is None else np.empty(2, np.int64)
+            try:
+                local_sender = -1 if tag in arrived else receive_at(table, id(out), spins)
+            finally:
+                lock.release()
+            return None if local_sender < 0 else (ranks[local_sender], COMPLETE)
+
+        def receive_offer(out: np.ndarray, spins: int, own: OfferedData | None) -> tuple[int, Request] | None:
+            if not lock.acquire(blocking=False):
+                return None
+            answer, data = np.empty(2, np.int64), out.reshape(-1).view(np.uint8)
             mine = own.words if own is not None and self._has_cores else _NO_OFFER
             try:
                 if tag in arrived:
@@ -214,12 +241,13 @@ class Mailbox:
             if local_sender < 0:
                 return None
             sender = ranks[local_sender]
-            if instead is None or answer[0] == _READ:
+            if answer[0] == _READ:
                 return sender, COMPLETE
+            assert instead is not None
             by_mpi = partial(instead, data, sender)
             return sender, by_mpi() if answer[0] == _SEND_IT else _TakenData(self, answer[1], data, by_mpi)
 
-        return receive_now
+        return receive_data if instead is None else receive_offer
 
     def take(self, tag: int, source: int | None) -> tuple[int, np.ndarray] | None:
         """Return the next message with a tag, from rank ``source`` of the world or any of the node; never block.

@@ -3,8 +3,9 @@
 Each receiver has one queue, filled by all senders.
 
 A queue is a ring of cache lines. A sender reserves the lines of a record by a compare-and-swap of the queue's tail,
-writes the record, and sets its first word last, which the receiver polls. The receiver clears the first word of every
-line before it moves the head, so a reserved record is not taken for a complete one. A record does not wrap around the
+writes the first segment of the message, and then sets the record's first word, which the receiver polls. It counts
+further segments in the record, which the receiver copies meanwhile. The receiver clears the first word of every line
+before it moves the head, so a reserved record is not taken for one that has begun. A record does not wrap around the
 end of the ring: a record without a message fills the rest.
 
 Records of one sender arrive in order. Long data stay in the memory of the sender, which offers them in a few words that
@@ -21,13 +22,15 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .copies import _memcpy, _word
+from .copies import _memcpy, _word, copy_bytes
 from .jit import kernel
+from .shm_blocks import _pointer
 from .shm_exchange import READ_CALL, WRITE_CALL, _pause, add, copy_memory, load, store
+from .shm_repeated import ANY, _arrays_at, arrays_like
 
 _LINE = 16
 """``int32`` words of a cache line."""
@@ -36,16 +39,20 @@ TAIL, HEAD = 0, 2 * _LINE
 RING = 4 * _LINE
 """The first word of a queue's ring, which is 2 ** k cache lines long."""
 
-_SENDER, _TAG, _NBYTES = 1, 2, 3
-_PREFIX = 4
-"""``int32`` words of a record before its message: its lines, the sender, the tag, the message's bytes."""
+_SENDER, _TAG, _NBYTES, _THERE, _BEGIN = range(1, 6)
+_PREFIX = 6
+"""``int32`` words of a record before its message: its lines, the sender, the tag, the message's bytes, how many of them
+are there, and the word at which the message begins.
+"""
+_SEGMENT_NBYTES = 8 << 10
+"""A receiver copies such a segment of a message while the sender writes the next one. Data as long begin a line."""
 _FILLS = -1
 """In place of the sender: a record without a message."""
 
 DONE, FULL = 0, 1
 """Return values of `push`."""
 NOT_YET, OTHER = -1, -2
-"""Return values of `receive` besides a sender: no message, or another one first."""
+"""Return values of `receive` besides a sender: no message, or another one first, or another array."""
 
 ANSWER, _CLAIMS, _WRITTEN, _IS_UNREADABLE, _IS_UNWRITABLE = range(5)
 """``int32`` words of an offer: the answer, the units that each rank has claimed (the receiver in the lower 16 bits),
@@ -61,8 +68,6 @@ READ, SEND_IT, _BEGUN = 1, 2, 3
 """Answers to an offer: the receiver has the data, cannot read them, or has begun. Zero without an answer."""
 QUEUE_FULL = -1
 """The return value of `push_offer` for a message that has not been sent."""
-_MEETING_SPINS = 50
-"""Polls of a rank that both sends and receives, some 2 us, for the receiver of its data: then it can write first."""
 _UNIT_NBYTES, _MOST_UNITS = 4096, (1 << 15) - 1
 """The data are copied in units of so many bytes, or a multiple for longer data, which have at most so many units."""
 _LEAST_CLAIM_NBYTES, _MOST_CLAIM_NBYTES = 32 << 10, 1 << 20
@@ -111,8 +116,10 @@ def push(queue, me, tag, header, data):  # type: ignore[no-untyped-def]
         `DONE`, or `FULL` if the queue is full; then nothing has changed.
     """
     lines = np.int32((queue.size - RING) // _LINE)
-    nbytes = 8 * header.size + data.size
-    need = np.int32((4 * _PREFIX + nbytes + 4 * _LINE - 1) // (4 * _LINE))
+    nbytes, begin = 8 * header.size + data.size, _PREFIX
+    if data.size >= _SEGMENT_NBYTES:
+        begin += -(_PREFIX + 2 * header.size) % _LINE
+    need = np.int32((4 * begin + nbytes + 4 * _LINE - 1) // (4 * _LINE))
     while True:
         tail = load(queue, TAIL)
         at = np.int32(tail & np.int32(lines - 1))
@@ -131,10 +138,42 @@ def push(queue, me, tag, header, data):  # type: ignore[no-untyped-def]
     queue[record + _SENDER] = me
     queue[record + _TAG] = tag
     queue[record + _NBYTES] = nbytes
-    _memcpy(_bytes_at(queue, 4 * (record + _PREFIX)), _bytes_at(header, 0), 8 * header.size)
-    _memcpy(_bytes_at(queue, 4 * (record + _PREFIX) + 8 * header.size), _bytes_at(data, 0), data.size)
-    store(queue, record, need)
+    queue[record + _BEGIN] = begin
+    _memcpy(_bytes_at(queue, 4 * (record + begin)), _bytes_at(header, 0), 8 * header.size)
+    place = queue[record + begin + 2 * header.size :].view(np.uint8)
+    for first in range(0, max(data.size, 1), _SEGMENT_NBYTES):
+        last = min(first + _SEGMENT_NBYTES, data.size)
+        _copy_segment(place, data, first, last)
+        store(queue, record + _THERE, np.int32(8 * header.size + last))
+        if first == 0:
+            store(queue, record, need)
     return DONE
+
+
+@njit(inline="always")
+def _copy_segment(out, x, first, last):  # type: ignore[no-untyped-def]
+    if last - first < _SEGMENT_NBYTES // 8:
+        _memcpy(_bytes_at(out, first), _bytes_at(x, first), last - first)
+    else:
+        copy_bytes(out[first:last], x[first:last])
+
+
+@njit(inline="always")
+def _take_bytes(out, queue, record, start, spins):  # type: ignore[no-untyped-def]
+    """Copy a message from byte ``start`` on, while it is written; return whether it has come within ``spins`` polls."""
+    place = queue[record + queue[record + _BEGIN] :].view(np.uint8)[start:]
+    taken = 0
+    while taken < out.size:
+        there = min(load(queue, record + _THERE) - start, out.size)
+        if there > taken:
+            _copy_segment(out, place, taken, there)
+            taken = there
+        elif spins <= 0:
+            return False
+        else:
+            spins -= 1
+            _pause()
+    return True
 
 
 @njit(inline="always")
@@ -274,13 +313,7 @@ def take(offer, data, me, spins, own):  # type: ignore[no-untyped-def]
         offer[_IS_UNWRITABLE] = 0
         store(offer, ANSWER, np.int32(_BEGUN))
     process, there = places[_SENDER_PROCESS], places[_DATA]
-    for _ in range(_MEETING_SPINS if own.view(np.int64)[_DATA_NBYTES] else 0):
-        if load(own, ANSWER):
-            break
-        _pause()
     while True:
-        while _write_part(own):
-            pass
         first, last = _claim(offer, nbytes, False)
         if first == last:
             break
@@ -332,7 +365,7 @@ def receive(queue, source, tag, header, offers, answer, data, me, spins, own):  
     if record < 0:
         return NOT_YET
     sender = queue[record + _SENDER]
-    first = record + _PREFIX
+    first = record + queue[record + _BEGIN]
     words = header.size + min(answer.size, 1)
     nbytes = 8 * words + (0 if answer.size else data.size)
     if (source >= 0 and sender != source) or queue[record + _TAG] != tag or queue[record + _NBYTES] != nbytes:
@@ -347,9 +380,43 @@ def receive(queue, source, tag, header, offers, answer, data, me, spins, own):  
         answer[0] = take(offers[answer[1]], data, me, spins, own)
         give(own, spins if own.view(np.int64)[_DATA_NBYTES] else 0)
     else:
-        _memcpy(_bytes_at(data, 0), _bytes_at(queue, 4 * first + 8 * header.size), data.size)
+        if not _take_bytes(data, queue, record, 8 * header.size, spins):
+            return NOT_YET
         _drop_record(queue, record)
     return sender
+
+
+def message_table(dtype, size, queue, rank, tag, header):  # type: ignore[no-untyped-def]
+    """Return the table of `push_at` and `receive_at` for arrays of one dtype and size.
+
+    ``rank`` is the sender; other arguments are those of `push` and `receive`. The caller keeps the queue.
+    """
+    alike = arrays_like((dtype, size, None), None, ANY)
+    return np.array([*alike, queue.ctypes.data, queue.size, rank, tag, *header.tolist()], np.int64)
+
+
+@kernel()
+def push_at(table, x):  # type: ignore[no-untyped-def]
+    """Run `push` for the array at the address ``x``, see `shm_repeated`; return `OTHER`, too, for another one."""
+    at, _, _, nbytes = _arrays_at(table, x, x)
+    if at < 0:
+        return OTHER
+    words = table[table[0] :]
+    queue = carray(_pointer(words[0]), (words[1],), np.int32)
+    return push(queue, words[2], words[3], words[4:], carray(_pointer(at), (nbytes[0],), np.uint8))
+
+
+@kernel()
+def receive_at(table, out, spins):  # type: ignore[no-untyped-def]
+    """Run `receive` of data within the message, for the array at the address ``out``; see `push_at`."""
+    at, _, _, nbytes = _arrays_at(table, out, out)
+    if at < 0:
+        return OTHER
+    words = table[table[0] :]
+    queue = carray(_pointer(words[0]), (words[1],), np.int32)
+    offers = carray(_pointer(words[0]), (0, OFFER_WORDS), np.int32)
+    answer, data = carray(_pointer(words[0]), (0,), np.int64), carray(_pointer(at), (nbytes[0],), np.uint8)
+    return receive(queue, words[2], words[3], words[4:], offers, answer, data, 0, spins, offers[0])
 
 
 @kernel()
@@ -372,13 +439,14 @@ def pop(queue, message, facts):  # type: ignore[no-untyped-def]
         facts: shape ``(2,)``, int64; gets the sender and the tag.
 
     Returns:
-        The bytes of the message, or `NOT_YET`.
+        The bytes of the message, or `NOT_YET`, also while it is written.
     """
     record = _first_record(queue)
     if record < 0:
         return NOT_YET
     facts[0], facts[1] = queue[record + _SENDER], queue[record + _TAG]
     nbytes = np.int64(queue[record + _NBYTES])
-    _memcpy(_bytes_at(message, 0), _bytes_at(queue, 4 * (record + _PREFIX)), nbytes)
+    if not _take_bytes(message[:nbytes], queue, record, 0, 0):
+        return NOT_YET
     _drop_record(queue, record)
     return nbytes

@@ -22,7 +22,9 @@ OTHER = 5
 
 _TYPE, _DATA, _AXES, _SHAPE, _DTYPE, _FLAGS = 1, 2, 3, 4, 7, 8
 _FIELDS = 9
-"""Words of an array's object, the same since NumPy 1.7 (``PyArrayObject_fields``); the axes and flags are ``int``."""
+"""Words of an array's object, the same since NumPy 1.7 (``PyArrayObject_fields``); the axes and flags are ``int``. With
+another layout, such as that of Python without a GIL, no object has its type and dtype there.
+"""
 _FLAGS_NEEDED = 0x1 | 0x100 | 0x400
 """NumPy's flags of a contiguous, aligned and writeable array."""
 _INT = 0xFFFFFFFF
@@ -92,13 +94,6 @@ def _arrays_at(table, x, out):  # type: ignore[no-untyped-def]
 def address_of(table, x):  # type: ignore[no-untyped-def]
     """Return the address of the data of the array at ``x`` if it is like the first one of ``table``, else -1."""
     return _arrays_at(table, x, x)[0]
-
-
-def can_read_objects() -> bool:
-    """Return whether objects of NumPy's arrays have the layout that the kernels expect."""
-    probe = np.zeros((3, 5), np.float32)
-    alike, other = (np.array(arrays_like((probe.dtype, 15, s), None, ANY)) for s in ((3, 5), (5, 3)))
-    return bool(address_of(alike, id(probe)) == probe.ctypes.data and address_of(other, id(probe)) == -1)
 
 
 def sum_table(
