@@ -24,6 +24,7 @@ from ..collectives import allgather
 from ..comm import World
 from ..comm.consistency import require_same
 from ..data_parallel import Reducer
+from ..data_parallel.bucket_layout import Bucket
 from ..errors import ConfigError, MismatchError, StaleGradientError, UnsupportedError, listed
 from . import tensors
 from .tensors import TorchParameter
@@ -138,6 +139,50 @@ _takers: Any = WeakTensorKeyDictionary()
 """Latest owner of each parameter's gradients, as a weak reference, and the handle of its hook."""
 
 
+class HookBucket:
+    """A bucket of gradients, to a communication hook of torch's wrapper; as ``torch.distributed.GradBucket``.
+
+    Args:
+        bucket: the bucket, on the host.
+        params: its parameters, in the order of backward, as in torch's wrapper: hooks that draw random numbers draw
+            the same.
+        is_last: whether it is the last one of the step.
+    """
+
+    def __init__(self, bucket: Bucket, params: Sequence[TorchParameter], is_last: bool) -> None:
+        self._number, self._params, self._is_last = bucket.number, params, is_last
+        self._buffer = tensors.as_tensor(bucket.mine)
+
+    def index(self) -> int:
+        """Return the number of the bucket."""
+        return self._number
+
+    def is_last(self) -> bool:
+        """Return whether it is the last bucket of the step."""
+        return self._is_last
+
+    def buffer(self) -> torch.Tensor:
+        """Return all gradients, shape ``(elements,)``; gaps between them are zero."""
+        return self._buffer
+
+    def set_buffer(self, values: torch.Tensor) -> None:
+        """Overwrite all gradients."""
+        if values.data_ptr() != self._buffer.data_ptr():
+            self._buffer.copy_(values.reshape(-1))
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the gradients, views of `buffer` in the shapes of the parameters."""
+        return [param.view for param in self._params]
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Return the parameters."""
+        return [param.tensor for param in self._params]
+
+
+Hook = Callable[[HookBucket], torch.futures.Future[Any]]
+"""``hook(bucket)`` starts the average of a bucket over all ranks; its future has the values."""
+
+
 class Backward:
     """The hooks of a module's backward passes. All ranks must make it together.
 
@@ -161,6 +206,8 @@ class Backward:
         sums: bool = False,
     ) -> None:
         self.use(reducer, sums)
+        self.hook: Hook | None = None
+        """Averages the buckets in place of the reducer, if there is one, which then may not overlap."""
         self.params = {param.name: param for param in params}
         self.tensors = {param.name: param.tensor for param in params} | dict(sparse)
         """All parameters by name."""
@@ -327,11 +374,14 @@ class Backward:
 
     def _average(self) -> None:
         unused = self.close()
-        with tensors.on_torchs_stream(self._device):
-            self.reducer.reduce_everywhere()
-        if self._sums:
-            for param in self.params.values():
-                param.view.mul_(1.0 / self.turns.divisor)
+        if self.hook is not None:
+            self._average_by(self.hook)
+        else:
+            with tensors.on_torchs_stream(self._device):
+                self.reducer.reduce_everywhere()
+            if self._sums:
+                for param in self.params.values():
+                    param.view.mul_(1.0 / self.turns.divisor)
         if not self.turns.following:
             for name, param in self.params.items():
                 if name not in unused or param.tensor.grad is not None:
@@ -341,6 +391,16 @@ class Backward:
                 self._gather(tensor)
         self.reducer.reset()
         self.at_close()
+
+    def _average_by(self, hook: Hook) -> None:
+        own = self.reducer.buckets
+        buckets = [
+            HookBucket(bucket, [self.params[slot.name] for slot in reversed(bucket.slots)], bucket is own[-1])
+            for bucket in own
+        ]
+        for bucket, future in [(bucket, hook(bucket)) for bucket in buckets]:
+            values = future.wait()
+            bucket.set_buffer(values[0] if isinstance(values, (list, tuple)) else values)
 
     def _gather(self, tensor: torch.Tensor) -> None:
         """Set a sparse gradient to the average; every rank must call, with or without a gradient."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import importlib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -225,38 +227,56 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         """Allow unused parameters, as torch's wrapper does; the graph may also change. Every rank must call."""
         self.static_graph = self.backward_pass.find_unused = True
 
-    def register_comm_hook(self, state: object = None, hook: object = None) -> None:
-        """Compress gradients between nodes as a hook of torch's wrapper would; every rank must call, once.
+    def register_comm_hook(self, state: Any = None, hook: Any = None) -> None:
+        """Compress gradients between nodes, or average them by a hook of torch's wrapper; every rank must call, once.
 
         Args:
-            state: ignored, unless it is a name, as in ``register_comm_hook("fp16_compress")``.
+            state: the first argument of a hook that is a function of another name; or the name, as in
+                ``register_comm_hook("fp16_compress")``.
             hook: ``"allreduce"``, ``"fp16_compress"`` or ``"bf16_compress"``, or the function of this name in
-                ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks``. Gradients of the ranks of a node are not
-                compressed, because they send no messages.
+                ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks``: gradients of the ranks of a node are not
+                compressed, because they send no messages. ``"powerSGD"``, or another function ``hook(state, bucket)``
+                as torch's wrapper takes: it averages the buckets when backward has ended, by ``torch.distributed``,
+                which must be initialized. Gradients in half precision are in single there.
 
         Raises:
-            UnsupportedError: another hook.
-            ConfigError: the wrapper has compression, or a ShardedOptimizer; or a backward is under way.
+            UnsupportedError: another name, or a function for a module on a GPU.
+            ConfigError: the wrapper has compression, a hook or a ShardedOptimizer; a backward is under way; or
+                ``torch.distributed`` is not initialized.
             MismatchError: the ranks' hooks differ; on every rank.
         """
-        hook = state if hook is None else hook
+        if hook is None:
+            state, hook = None, state
         name = hook if isinstance(hook, str) else getattr(hook, "__name__", repr(hook))
-        if name not in _HOOKS:
-            power_sgd = "compression='topk:ratio=0.01', which also keeps what it has not sent"
-            by_backend = "torch's DistributedDataParallel over dist.init_process_group('hpcdp') has any hook"
+        if name == "powerSGD":
+            module = importlib.import_module("torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook")
+            hook, state = module.powerSGD_hook, state or module.PowerSGDState(None)
+        is_function = name not in _HOOKS and callable(hook)
+        if name not in _HOOKS and (not is_function or self.gpu is not None):
             raise UnsupportedError(
-                "register_comm_hook", where="hook", expected="allreduce, fp16_compress or bf16_compress", got=name,
-                remedy=f"pass {power_sgd}; {by_backend}" if "powersgd" in name.lower() else by_backend,
+                "register_comm_hook", where="hook", expected="allreduce, fp16_compress, bf16_compress, powerSGD, or, "
+                "for a module on the CPU, a function", got=name,
+                remedy="torch's DistributedDataParallel over dist.init_process_group('hpcdp') has any hook",
+            )  # fmt: skip
+        if is_function and not torch.distributed.is_initialized():
+            raise ConfigError(
+                "register_comm_hook", where="hook", expected="torch.distributed, by which the hook communicates",
+                got="no process group", remedy='call torch.distributed.init_process_group("hpcdp") before',
             )  # fmt: skip
         backward = self.backward_pass
-        if self.compression is not None or backward.awaits_step or not backward.reducer.is_untouched:
+        has_hook = self.compression is not None or backward.hook is not None
+        if has_hook or backward.awaits_step or not backward.reducer.is_untouched:
             raise ConfigError(
                 "register_comm_hook", expected="a wrapper without compression, before training",
-                got="compression" if self.compression is not None else "a ShardedOptimizer, or a backward",
+                got="compression" if has_hook else "a ShardedOptimizer, or a backward",
                 remedy="call it once, directly after you wrap the module",
             )  # fmt: skip
-        require_same(self.world.comm, "register_comm_hook", [f"hook {_HOOKS[name]}"])
-        if _HOOKS[name] is not None:
+        require_same(self.world.comm, "register_comm_hook", [f"hook {_HOOKS.get(name, name)}"])
+        if is_function:
+            self._layout_settings = self._layout_settings[0], False
+            backward.use(self._make_reducer(None), True)
+            backward.hook = functools.partial(hook, state)
+        elif _HOOKS[name] is not None:
             compression = Compression.of(_HOOKS[name])
             backward.use(self._make_reducer(compression), True)
 

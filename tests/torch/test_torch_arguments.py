@@ -120,8 +120,11 @@ def test_communication_hooks_compress_between_nodes_as_those_of_torch_do(name, b
 
 def test_hooks_that_are_not_known_are_refused_with_what_to_do():
     model = hpcdp.torch.DistributedDataParallel(torch.nn.Linear(3, 2))
-    for hook, remedy in ((powerSGD_hook.powerSGD_hook, "topk"), ("powerSGD", "topk"), (print, "'hpcdp'")):
-        with raises(UnsupportedError, operation="register_comm_hook", where="hook", remedy=remedy):
+    for hook in ("powersgd", 3, None):
+        with raises(UnsupportedError, operation="register_comm_hook", where="hook", remedy="'hpcdp'"):
+            model.register_comm_hook(None, hook)
+    for hook in ("powerSGD", powerSGD_hook.powerSGD_hook, print):
+        with raises(ConfigError, operation="register_comm_hook", where="hook", remedy="init_process_group"):
             model.register_comm_hook(None, hook)
     model._register_builtin_comm_hook(torch.distributed.BuiltinCommHookType.FP16_COMPRESS)
     with raises(ConfigError, operation="register_comm_hook", got="compression"):

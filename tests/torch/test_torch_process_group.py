@@ -458,6 +458,34 @@ def test_training_with_the_wrappers_of_pytorch():
         torch.testing.assert_close(p.grad.full_tensor(), gradient)
 
 
+def test_communication_hooks_of_the_wrapper():
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+    def halved(state, bucket):
+        state.append(bucket.index())
+        work = dist.all_reduce(bucket.buffer(), dist.ReduceOp.AVG, async_op=True)
+        return work.get_future().then(lambda future: future.value()[0] / 2)
+
+    me, trained = dist.get_rank(), []
+    for wrapper in (hpcdp.torch.DistributedDataParallel, torch.nn.parallel.DistributedDataParallel):
+        for hook in (powerSGD_hook, halved):
+            torch.manual_seed(3)
+            model = wrapper(torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.ReLU(), torch.nn.Linear(30, 20)))
+            state = [] if hook is halved else PowerSGDState(None, 2, start_powerSGD_iter=2, min_compression_rate=0.5)
+            by_name = wrapper is hpcdp.torch.DistributedDataParallel and hook is powerSGD_hook
+            model.register_comm_hook(state, "powerSGD" if by_name else hook)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            for step in range(5):
+                optimizer.zero_grad()
+                x = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + me))
+                model(x).square().mean().backward()
+                optimizer.step()
+            assert len(state) == 5 if hook is halved else state.iter == 5
+            trained.append([param.detach() for param in model.parameters()])
+    for ours, theirs in zip(trained[:2], trained[2:], strict=True):
+        assert all(torch.allclose(*pair, atol=1e-5) for pair in zip(ours, theirs, strict=True))
+
+
 def test_other_numbers_than_those_of_mpi_are_refused():
     me, n = dist.get_rank(), dist.get_world_size()
     assert next(dist.rendezvous("env://"))[1:] == (me, n)
