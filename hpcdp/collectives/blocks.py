@@ -125,13 +125,24 @@ def allgather_layout(ends: Sequence[int], rank: int) -> BlockLayout:
     return BlockLayout([(0, ends[rank + 1] - ends[rank])] * n, ends, [0] * n, longest, longest)
 
 
+_READ_BY_ROOT_NBYTES = 2 << 20
+"""Blocks from this size on, beyond the caches, are written to the root of a gather, which is busy with its own one."""
+
+
+def _read_by_root(size: int, n: int) -> int:
+    """Return the bytes of another rank's block that the root of a gather reads: a quarter of a block in all."""
+    return size // (4 * max(n - 1, 1)) if size < _READ_BY_ROOT_NBYTES else 0
+
+
 def gather_layout(sizes: Sequence[int], rank: int, root: int) -> BlockLayout:
     """Return the layout of a gather of parts of ``sizes`` on ``root``, which does not copy them all by itself."""
     n, largest, is_root = len(sizes), max(sizes), rank == root
     limits = [(0, sizes[rank] if other == root else 0) for other in range(n)]
     ends = offsets(sizes) if is_root else [0] * (n + 1)
-    writes = [(limit[1] * (not is_root), sum(sizes[:rank])) for limit in limits]
-    written = [size * (is_root and other != root) for other, size in enumerate(sizes)]
+    read = [_read_by_root(size, n) for size in sizes]
+    ours, place = sizes[rank] - read[rank], sum(sizes[:rank]) + read[rank]
+    writes = [(ours if rank != root == other else 0, place) for other in range(n)]
+    written = [sizes[other] - read[other] if rank == root != other else 0 for other in range(n)]
     return BlockLayout(limits, ends, [0] * n, largest, largest, is_root, None, writes, written)
 
 
