@@ -5,12 +5,12 @@ of each candidate at once: hpcdp, and mpi4py in each named environment, whose ``
 whose Python is missing or whose job does not start is skipped by name. The ranks of all jobs sleep, reading a pipe,
 except those whose turn it is; each is pinned to a core. The MPI library under hpcdp is a peer with the name "own MPI".
 
-A turn is a number of timed calls of one operation at one size, before each of which all ranks write their data and meet
-in a barrier. Its time is the median of each rank, of the slowest rank. The table has the median over turns in
-microseconds, and the ratio of the best peer's time to hpcdp's as the median over turns. Results go to preallocated
-arrays. Sizes are those of OSU's benchmarks: the whole array for allreduce, reduce, reduce_scatter and broadcast, one
-rank's part for the others. ``copy`` is the physical limit beside them: the time in which every rank copies as many
-bytes from one private array to another.
+A turn is a number of timed calls of one operation at one size, before each of which all ranks write their data, read
+their last results and meet in a barrier. Its time is the median of each rank, of the slowest rank. The table has the
+median over turns in microseconds, and the ratio of the best peer's time to hpcdp's as the median over turns. Results go
+to preallocated arrays. Sizes are those of OSU's benchmarks: the whole array for allreduce, reduce, reduce_scatter and
+broadcast, one rank's part for the others. ``copy`` is the physical limit beside them: the time in which every rank
+copies as many bytes from one private array to another.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def calls_of_hpcdp(count: int) -> Calls:
         "barrier": world.barrier,
         "iallreduce": lambda: hpcdp.iallreduce(x, world=world).wait(),
         "copy": lambda: np.copyto(part, x),
-        "refresh": lambda: _write(x, whole),
+        "refresh": lambda: _use([x, whole], [out, part]),
     }
 
 
@@ -110,7 +110,7 @@ def calls_of_mpi(count: int) -> Calls:
         "latency": latency,
         "barrier": comm.Barrier,
         "iallreduce": lambda: comm.Iallreduce(MPI.IN_PLACE, x).Wait(),
-        "refresh": lambda: _write(x, whole),
+        "refresh": lambda: _use([x, whole], [out, part]),
     }
 
 
@@ -119,9 +119,12 @@ def _arrays(count: int, n: int) -> tuple[np.ndarray, ...]:
     return tuple(np.zeros(size, np.float32) for size in (count, n * count, n * count, count))
 
 
-def _write(*arrays: np.ndarray) -> None:
-    for x in arrays:
+def _use(written: Sequence[np.ndarray], read: Sequence[np.ndarray]) -> None:
+    """Write new values and read the last results, as a program does."""
+    for x in written:
         x.fill(1)
+    for x in read:
+        x.max()
 
 
 def work(kind: str, folder: str) -> None:
@@ -149,7 +152,7 @@ def work(kind: str, folder: str) -> None:
             ns = []
             call()
             for _ in range(times):
-                refresh()  # as new gradients are: data in the cache of this core only
+                refresh()  # data and results are in the cache of this core only, as gradients and parameters are
                 barrier()  # to write memory that another rank has read takes longer
                 began = time.perf_counter_ns()
                 call()
