@@ -206,7 +206,7 @@ def _unit_of(nbytes):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _claim(offer, nbytes, is_sender):  # type: ignore[no-untyped-def]
+def _claim(offer, nbytes, is_sender, divisor):  # type: ignore[no-untyped-def]
     """Return the limits of a part, in bytes, that this rank now has to copy; an empty one if all are claimed."""
     unit = _unit_of(nbytes)
     units = -(-nbytes // unit)
@@ -216,7 +216,7 @@ def _claim(offer, nbytes, is_sender):  # type: ignore[no-untyped-def]
         rest = units - read - written
         if rest <= 0:
             return 0, 0
-        share = min(rest // (2 if is_sender else 4), _MOST_CLAIM_NBYTES // unit)
+        share = min(rest // divisor, _MOST_CLAIM_NBYTES // unit)
         count = min(rest, max(share, _LEAST_CLAIM_NBYTES // unit, 1))
         if _swap_if(offer, _CLAIMS, claims, np.int32(claims + (count << 16 if is_sender else count))):
             first = units - written - count if is_sender else read
@@ -230,7 +230,7 @@ def _write_part(offer):  # type: ignore[no-untyped-def]
         return False
     places = offer.view(np.int64)
     nbytes = places[_DATA_NBYTES]
-    first, last = _claim(offer, nbytes, True)
+    first, last = _claim(offer, nbytes, True, 2)
     if first == last:
         return False
     process, there, here = places[_RECEIVER_PROCESS], places[_ARRAY] + first, places[_DATA] + first
@@ -313,8 +313,9 @@ def take(offer, data, me, spins, own):  # type: ignore[no-untyped-def]
         offer[_IS_UNWRITABLE] = 0
         store(offer, ANSWER, np.int32(_BEGUN))
     process, there = places[_SENDER_PROCESS], places[_DATA]
+    divisor = 1 if own.view(np.int64)[_DATA_NBYTES] else 4
     while True:
-        first, last = _claim(offer, nbytes, False)
+        first, last = _claim(offer, nbytes, False, divisor)
         if first == last:
             break
         if offer[_IS_UNREADABLE] == 0:
