@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from .. import kernels
 from ..comm import Monoid, Reduction, World
 from ..comm.communicator import Quotients, Steps, StepsTo, bounds, refuse_factors, resolve
 from ..comm.consistency import Call
@@ -179,10 +180,11 @@ def reduce_scatter(
         The shard: ``out``, or a new array.
     """
     world = ranks_of(world)
-    if out is not None and splits is None:
+    if splits is None:
         plan = _planned("reduce_scatter", x, op, algorithm, world, 0, prescale, postscale)
-        if plan.repeat(world, x, out):
-            return out
+        result = _new_shard(x, world) if out is None and plan.bound is not None else out
+        if plan.repeat(world, x, result):
+            return result  # type: ignore[return-value]
     scatter = _Scatter("reduce_scatter", x, op, world, algorithm, out, (prescale, postscale), splits)
     scatter.plan.run(world, scatter.work, result=scatter.result)
     return scatter.finish()
@@ -213,6 +215,12 @@ def ireduce_scatter(
         return scatter.finish()
 
     return started("ireduce_scatter", steps(), scatter.work, world)
+
+
+def _new_shard(x: Array, world: World) -> Array | None:
+    """Return memory for this rank's shard of a host array ``x``; None for another one."""
+    first, last = (x.size * rank // world.size for rank in (world.rank, world.rank + 1))
+    return kernels.empty((last - first,), x.dtype) if type(x) is np.ndarray else None
 
 
 class _Scatter:
