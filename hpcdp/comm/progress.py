@@ -287,6 +287,9 @@ _LANE = "progress"
 _IDLE_POLLS = 30
 """Polls of the lane, at most 1 ms apart, after the last operation of `ProgressEngine.start_polled`."""
 
+_TURN_S = 1e-3
+"""How long a thread that waits for an operation waits for another one to end its poll: the lane polls for 0.3 ms."""
+
 LANES = 16
 """Segments in flight at once: while one is added up, others keep the link busy."""
 
@@ -538,14 +541,15 @@ class ProgressEngine:
         if self.active.running:
             wait_for(self.advance_all)
 
-    def spin(self) -> None:
+    def spin(self, operation: Operation[Any]) -> None:
         """Advance the operations of this world, and poll for other ranks of the node, without the GIL, if none ends.
 
-        For a thread that waits for one of them, with a core of its own. It returns at once if another thread advances
-        them.
+        For a thread that waits for ``operation``, with a core of its own. While another thread advances the operations,
+        it returns at once, or within `_TURN_S` if the progress lane may nap next, see `start_polled`.
         """
         memory, mailbox = self.calls.memory, self._mailbox
-        if not self.turn.acquire(blocking=False):
+        may_nap = isinstance(operation, PolledOperation)
+        if not self.turn.acquire(blocking=may_nap, timeout=_TURN_S if may_nap else -1):
             return
         try:
             if memory is not None:

@@ -249,7 +249,7 @@ class Work(dist._Work):  # type: ignore[misc]
                 for _ in range(_SPINS):
                     if operation.is_over:
                         return
-                    progress.spin()
+                    progress.spin(operation)
                 # Polling here would take turns with the lane, which advances the operation without the GIL.
                 while not self._ends_within(_LOOK_S) and not test():
                     pass
