@@ -310,7 +310,7 @@ class Optimizer(Configurable, abc.ABC):
         if other.state_names() != self.state_names():
             raise ConfigError(
                 "load_state_dict", where="optimizer", expected=f"{name} with state {self.state_names()}",
-                got=f"one with state {other.state_names()}", remedy="make the optimizer with the saved settings",
+                got=f"settings with state {other.state_names()}", remedy="make the optimizer with the saved settings",
             )  # fmt: skip
         for field in fields:
             setattr(self, field, getattr(other, field))

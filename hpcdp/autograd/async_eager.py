@@ -68,7 +68,7 @@ def asynchronous(threads: int | None = None, max_inflight: int = 64) -> Iterator
     if modes.tracer is not None:
         raise ConfigError(
             "asynchronous", expected="a thread that calls operators directly",
-            got="a thread within asynchronous(), or one that traces a forward",
+            got="a thread within asynchronous() or hybridize()",
         )  # fmt: skip
     cores = len(os.sched_getaffinity(0))
     with Engine({_LANE: cores if threads is None else threads}, max_inflight) as engine:

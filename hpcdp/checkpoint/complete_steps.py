@@ -538,7 +538,7 @@ def chosen(path: Path, step: int | None = None, best: str | None = None) -> Path
     if is_checkpoint(path):
         if step is not None or best is not None:
             option = "--best" if step is None else "--step"
-            raise ConfigError(option, expected="a folder of several checkpoints", got=f"{path}, which is one")
+            raise ConfigError(option, expected="a folder of several checkpoints", got=f"{path}, a single checkpoint")
         return path
     if step is not None and best is not None:
         raise ConfigError("--best", expected="none with --step", got=best)

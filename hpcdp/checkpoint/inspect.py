@@ -249,7 +249,7 @@ def prune(
             changed then. Or a file cannot be removed.
     """
     if complete_steps.is_checkpoint(path):
-        raise ConfigError("prune", where=path, expected="a folder of several checkpoints", got="that of one")
+        raise ConfigError("prune", where=path, expected="a folder of several checkpoints", got="the folder of one")
     if not (complete_steps.find(path) or complete_steps.left_over(path) or (path / complete_steps.NAME).exists()):
         raise DataError("prune", where=path, expected="checkpoints", got="none")
     if dry_run:
@@ -614,7 +614,9 @@ def export(
     if path.exists() and not overwrite:
         raise _exists(path)
     if complete_steps.is_checkpoint(path.absolute().parent):
-        raise ConfigError("export", where=path, expected="a path outside of checkpoints", got="a path in one")
+        raise ConfigError(
+            "export", where=path, expected="a path outside of checkpoints", got="a path inside a checkpoint"
+        )
     try:
         with _folder_beside(path) as own:
             if path.exists() and not overwrite:  # made meanwhile
@@ -673,8 +675,8 @@ def write_npz(chosen: ExportSelection, path: Path, tell: Tell) -> None:
     """
     odd = next((name for name in chosen.tensors if "\0" in name), None)
     if odd is not None:
-        raise ConfigError("export", where=repr(odd), expected="names without NUL, for an archive", got="one with it",
-                          remedy="pass --format safetensors or --format pt")  # fmt: skip
+        raise ConfigError("export", where=repr(odd), expected="names without NUL, for an archive",
+                          got="a name with NUL", remedy="pass --format safetensors or --format pt")  # fmt: skip
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive, ShardReader(chosen.folder, "export") as reader:
         for name, tensor in chosen.tensors.items():
             dtype = widened(np.empty(0, tensor.stored_dtype), tensor.dtype).dtype

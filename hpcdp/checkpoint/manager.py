@@ -181,7 +181,7 @@ def check_shards(shards: str, compression: str | None, group: Group) -> None:
         if not h5py.get_config().mpi or not hasattr(group.comm, "mpi"):
             raise ConfigError(
                 "Manager", where="shards", expected="an h5py with parallel HDF5, for 'all'",
-                got="an h5py without it", remedy="use 'rank' or 'node', or build h5py with HDF5_MPI=ON",
+                got="an h5py with serial HDF5", remedy="use 'rank' or 'node', or build h5py with HDF5_MPI=ON",
             )  # fmt: skip
 
 
@@ -550,7 +550,7 @@ class Manager:
 
     def _require_open(self, operation: str) -> None:
         if self._is_closed:
-            raise ConfigError(operation, where=self.path, expected="an open Manager", got="one after close()",
+            raise ConfigError(operation, where=self.path, expected="an open Manager", got="a closed Manager",
                               remedy="make another Manager")  # fmt: skip
 
     def _release(self, timeout_s: float | None = None) -> None:

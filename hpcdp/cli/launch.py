@@ -196,7 +196,7 @@ def _checked(name: str, value: str) -> tuple[str, str]:
         expected = "NAME=VALUE, the NAME of a variable of this shell, or @FILE"
         raise ConfigError("launch --env", expected=expected, got=repr(shortened(name, 80)))
     if "\0" in value:
-        raise ConfigError("launch --env", where=name, expected="a value without zero bytes", got="one with them")
+        raise ConfigError("launch --env", where=name, expected="a value without zero bytes", got="a zero byte")
     if name == "PATH" and not value:
         raise ConfigError("launch --env", expected="a PATH with folders of programs", got="PATH=")
     return name, value

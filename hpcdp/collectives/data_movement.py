@@ -669,7 +669,9 @@ def scatter_exchange(
         numbers: list[int] = all_counts[root].tolist()
         rows, char, kind, sizes = numbers[:n], numbers[n], numbers[n + 1], numbers[n + 2 :]
         if not char:
-            raise failure or UnsupportedError(name, where=f"x on rank {root}", expected="an array", got="no valid one")
+            raise failure or UnsupportedError(
+                name, where=f"x on rank {root}", expected="an array", got="an invalid argument"
+            )
         dtype, row = dtype_of_char(chr(char)), tuple(int(size) - 1 for size in sizes if size)
         layout = block_algorithms.scatter_layout([count * row_nbytes(row, dtype) for count in rows], rank, root)
         finish = _unchanged if rank == root else functools.partial(in_kind_of_sender, kind)

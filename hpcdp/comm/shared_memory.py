@@ -279,7 +279,7 @@ class NodeBarrier:
     def _wait_on(self, met: int) -> None:
         if met == self._exchange.DIFFERENT:
             raise MismatchError(
-                "barrier", expected="the same call on every rank of this node", got="another one on some rank",
+                "barrier", expected="the same call on every rank of this node", got="another call on some rank",
                 remedy="call step(), allreduce_grads() and update() in the same order on all ranks",
             )  # fmt: skip
         self._memory.check()

@@ -386,8 +386,8 @@ def init(ranks_per_node: int | None = None, comm: Any = None) -> World:
             )
         elif comm is not None:
             raise ConfigError(
-                "init", where="comm", expected="no communicator after the first call", got=f"one of {comm.size} ranks",
-                remedy="use World.from_comm(comm) for another world",
+                "init", where="comm", expected="no communicator after the first call",
+                got=f"a communicator of {comm.size} ranks", remedy="use World.from_comm(comm) for another world",
             )  # fmt: skip
         return _world
 

@@ -120,7 +120,7 @@ def array_namespace(*xs: Array) -> Any:
             common = namespace
         elif common is not namespace:
             raise ArrayMixError(
-                "array_namespace", expected=f"only {common.__name__} arrays", got=f"one of {namespace.__name__} too",
+                "array_namespace", expected=f"only {common.__name__} arrays", got=f"a {namespace.__name__} array too",
                 remedy="move the arrays to one device first",
             )  # fmt: skip
     return np if common is None else common
@@ -469,7 +469,7 @@ def _refuse_driver(device: Device) -> None:
     if 0 < runs // 1000 < needs // 1000:
         raise DeviceError(
             "device", where=device, expected=f"a driver for CUDA {cuda_release(needs)}, which this CuPy needs",
-            got=f"one for CUDA up to {cuda_release(runs)}",
+            got=f"a driver for CUDA up to {cuda_release(runs)}",
             remedy="install a newer driver, or in an environment without this CuPy: pip install 'hpcdp[cuda12]', or "
             "make with CUDA=cuda12",
         )  # fmt: skip

@@ -416,7 +416,7 @@ def open_to_read(path: str | Path, names: Sequence[str], external: bool) -> h5py
         if "locking flag" in str(error):
             raise DataError(
                 "read HDF5", where=path, expected="a file that this process has not opened with locks",
-                got="one opened with locks", remedy="open it with h5py.File(path, locking=False), or close it first",
+                got="a file opened with locks", remedy="open it with h5py.File(path, locking=False), or close it first",
             ) from error  # fmt: skip
         raise DataError("read HDF5", where=path, expected="an HDF5 file", got=error) from error
 

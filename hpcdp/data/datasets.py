@@ -344,7 +344,7 @@ class HDF5Dataset(Dataset):
 
     def _require_open(self) -> None:
         if not self._file:
-            raise DataError("read HDF5", where=self.path, expected="an open data set", got="a closed one")
+            raise DataError("read HDF5", where=self.path, expected="an open data set", got="a closed data set")
 
     def close(self) -> None:
         """Close the file; reading afterwards raises a `DataError`."""

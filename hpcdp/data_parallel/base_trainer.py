@@ -72,7 +72,9 @@ def trained(params: Sequence[ParameterLike], world: World | None) -> list[Parame
             raise no_parameters(param)
     if any(id(param) in being_changed for param in params):
         raise ConfigError(
-            "Trainer", expected="a call outside of changing_parameters() of another Trainer", got="a call within it"
+            "Trainer",
+            expected="a call outside of changing_parameters() of another Trainer",
+            got="a call within the context",
         )
     trainable = [param for param in params if param.grad_req != "null"]
     for param in params:
@@ -716,7 +718,9 @@ class BaseTrainer:
     def _settle(self, operation: str) -> None:
         """Wait for readers before parameters or gradients change; `ConfigError` within `changing_parameters`."""
         if self._is_changing:
-            raise ConfigError(operation, expected="a call outside of changing_parameters()", got="a call within it")
+            raise ConfigError(
+                operation, expected="a call outside of changing_parameters()", got="a call within the context"
+            )
         autograd.waitall()
 
     def take_parameters(self) -> None:

@@ -452,7 +452,7 @@ class ReproducibleSteps(PlainSteps):
         shard = entered_shard()
         if shard is None or not shard.is_of(self):
             raise HpcdpError(
-                "step", expected="one Trainer in this thread at a time", got="another Trainer since this one",
+                "step", expected="one Trainer in this thread at a time", got="a step after another Trainer's",
                 remedy="train one model after the other",
             )  # fmt: skip
         if count and shard.statistics:

@@ -303,7 +303,7 @@ class Reducer:
         if bucket.state not in _WRITABLE:
             without = ", or make the Trainer with overlap=False" if self.overlap else ""
             raise StaleGradientError(
-                "backward", where=name, expected="one backward before each step()", got="another one",
+                "backward", where=name, expected="one backward before each step()", got="a second backward",
                 remedy=f"call step() in between, or all but the last within no_sync(){without}; after a backward that "
                 "failed, call step(0) on all ranks to drop its gradients",
             )  # fmt: skip

@@ -96,7 +96,7 @@ class _Reduction:
             raise StaleGradientError(
                 "backward",
                 expected=f"at most {self.passes} backward passes before step() or synchronize()",
-                got="one more",
+                got=f"backward pass {self.passes + 1}",
                 remedy="pass backward_passes_per_step= to hvd.DistributedOptimizer",
             )  # fmt: skip
         if self._delay[param] == 0:

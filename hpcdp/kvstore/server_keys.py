@@ -584,7 +584,9 @@ class Requests:
         if kind is MessageKind.GONE:
             return lambda: Message(MessageKind.DONE, payload=np.array(self.table.gone(), np.int64))
         if source >= self.table.num_workers:
-            raise MismatchError("key-value store message", expected="a worker's request", got=f"one of rank {source}")
+            raise MismatchError(
+                "key-value store message", expected="a worker's request", got=f"a request of rank {source}, a server"
+            )
         if kind is MessageKind.CLOCK:
             return lambda: self._set_clocks(source, message.number)
         if kind is MessageKind.SCHEDULE:  # set at once, because attempts at later pushes may precede this one

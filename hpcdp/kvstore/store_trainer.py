@@ -577,7 +577,7 @@ class StoreTrainer(BaseTrainer, FitsSaved):
     def _mark_written(self, name: str, param: ParameterLike) -> None:
         if self._holds_sums:
             raise StaleGradientError(
-                "backward", where=name, expected="one backward pass before each step()", got="another one",
+                "backward", where=name, expected="one backward pass before each step()", got="a second one",
                 remedy="call update(count), or step(0) to drop the sums of allreduce_grads()",
             )  # fmt: skip
         self._written.add(name)

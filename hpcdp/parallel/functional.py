@@ -272,7 +272,7 @@ class SyncBatchNorm(BatchNorm):
         if net.gives_pieces:
             name = type(net).__name__
             expected = "a network that takes each rank's whole batch"
-            raise ConfigError("SyncBatchNorm.convert", expected=expected, got=f"a {name}, which splits it")
+            raise ConfigError("SyncBatchNorm.convert", expected=expected, got=f"a {name}, which splits the batch")
         require_world("SyncBatchNorm.convert", world)
         world = init() if world is None else world
         if type(net) is BatchNorm:
@@ -293,7 +293,7 @@ class SyncBatchNorm(BatchNorm):
         """See `nn.BatchNorm`."""
         if entered_shard() is not None:
             raise ConfigError(
-                "SyncBatchNorm", expected="a Trainer without reproducible=True", got="a reproducible one",
+                "SyncBatchNorm", expected="a Trainer without reproducible=True", got="reproducible=True",
                 remedy="use nn.BatchNorm, whose statistics are those of a virtual shard on any number of ranks",
             )  # fmt: skip
         with on_device_of(x.data):  # as operators do, which this is not: its order is the same on all ranks

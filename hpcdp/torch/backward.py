@@ -347,7 +347,8 @@ class Backward:
         if not self.reducer.is_writable(name):
             raise StaleGradientError(
                 "backward", where=name, expected="one backward before each step of a ShardedOptimizer",
-                got="another one", remedy="call step() or zero_grad() between, or all but the last within no_sync()",
+                got="a second backward",
+                remedy="call step() or zero_grad() between, or all but the last within no_sync()",
             )  # fmt: skip
         param.contribute(self._share)
         if self.awaits_step and self.reducer.overlap:

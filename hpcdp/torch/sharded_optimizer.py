@@ -343,7 +343,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Changes parameters in place and sets their gradients to None.
         """
         if self._shards.is_changing:
-            raise ConfigError("step", expected="a call outside of changing_parameters()", got="a call within it")
+            raise ConfigError(
+                "step", expected="a call outside of changing_parameters()", got="a call within the context"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -124,7 +124,7 @@ class TensorKind:
             remedy = f"pass {where}.detach(), or call it within torch.no_grad()"
             raise UnsupportedError(
                 operation, where=where, expected="a tensor that requires no gradient",
-                got="one with requires_grad=True",
+                got="a tensor with requires_grad=True",
                 remedy=f"{remedy}; hpcdp.torch.functional.{name} has a gradient" if has_gradient else remedy,
             )  # fmt: skip
         device = gpu_of(x) if x.is_cuda else None

@@ -85,7 +85,9 @@ def check_callbacks(callbacks: Sequence[Callback], evaluates: bool, loader: Data
         if isinstance(callback, EarlyStopping) and not evaluates:
             callback.require_in(("loss", "accuracy"))
         if isinstance(callback, AdaptWorkLoad) and callback.sampler is not getattr(loader, "sampler", None):
-            raise ConfigError("AdaptWorkLoad", where="sampler", expected="the sampler of the loader", got="another one")
+            raise ConfigError(
+                "AdaptWorkLoad", where="sampler", expected="the sampler of the loader", got="another sampler"
+            )
 
 
 def check_loader(loader: DataLoader, trainer: BaseTrainer) -> None:

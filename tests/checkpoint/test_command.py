@@ -513,7 +513,7 @@ def test_a_full_disk_behind_standard_output(saved):
         (["show", "{folder}/step-0000000100", "--step", "100"], "--step: expected a folder of several checkpoints"),
         (["ls", "{empty}"], "read checkpoints [{empty}]: expected checkpoints, got none"),
         (["ls", "{empty}", "--json"], "expected checkpoints, got none"),
-        (["prune", "{folder}/step-0000000100", "--keep", "1"], "a folder of several checkpoints, got that of one"),
+        (["prune", "{folder}/step-0000000100", "--keep", "1"], "several checkpoints, got the folder of one"),
         (["prune", "{folder}", "--keep", "1", "--best=-"], "prune [best]: expected 'metric' or '-metric', got '-'"),
         (["show", "{empty}"], "expected a complete checkpoint, got none"),
         (["verify", "{empty}"], "expected checkpoints, got none"),

@@ -46,7 +46,7 @@ def test_a_closed_manager_is_an_error(call, tmp_path):
             pass
         arguments = {"save": (2, {}), "restore": (1,), "claim": ()}[call]
         text = caught(lambda: getattr(manager, call)(*arguments), ConfigError)
-        assert text == f"{call} [{tmp_path}]: expected an open Manager, got one after close(); make another Manager"
+        assert text == f"{call} [{tmp_path}]: expected an open Manager, got a closed Manager; make another Manager"
         manager.close()
         assert manager.steps() == [1]
 

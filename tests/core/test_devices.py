@@ -53,7 +53,7 @@ def test_a_driver_that_is_too_old_for_cupy_is_told_with_what_to_install(monkeypa
     with pytest.raises(DeviceError) as caught:
         gpu(0).use()
     assert caught.value.expected == "a driver for CUDA 13.0, which this CuPy needs"
-    assert caught.value.got == "one for CUDA up to 12.8"
+    assert caught.value.got == "a driver for CUDA up to 12.8"
     assert "pip install 'hpcdp[cuda12]', or make with CUDA=cuda12" in caught.value.remedy
     runtime.driverGetVersion = lambda: 0  # there is none
     with raises(DeviceError, operation="device", where="gpu(0)", expected=["NVIDIA", "GPU"]):

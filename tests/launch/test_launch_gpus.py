@@ -113,7 +113,7 @@ def test_a_driver_that_is_too_old_for_cupy(driver: None, cupy: Path) -> None:
     )
     (cupy / "cuda" / "__init__.py").write_text(old)
     assert (
-        "got one for CUDA up to 12.8; install a newer driver, or in an environment without this CuPy: pip install"
+        "got a driver for CUDA up to 12.8; install a newer driver, or in an environment without this CuPy: pip install"
         in doctor.shown()["CuPy"]
     )
 

@@ -86,7 +86,7 @@ def _take_number(folder: Path, count: int) -> int:
         "start a container",
         where=socket.gethostname(),
         expected=f"one of {count}",
-        got="one more, a replacement for a lost container, whose ranks have ended",
+        got="a further container, a replacement for a lost container, whose ranks have ended",
     )
 
 
