@@ -1,8 +1,8 @@
 """Copies of bytes that request cache lines ahead, or write past the caches.
 
-Arrays are contiguous, shape ``(nbytes,)``, uint8. After the last copy past the caches `fence` must follow. libc copies
-long data by instructions that are slow for lines in the cache of another core (AMD), and only data longer than the
-third-level cache past it.
+Arrays are contiguous, shape ``(nbytes,)``, uint8, if not said otherwise. After the last copy past the caches `fence`
+must follow. libc copies long data by instructions that are slow for lines in the cache of another core (AMD), and only
+data longer than the third-level cache past it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from .jit import kernel
 
 STREAMED_NBYTES = 2 << 20
 """Results of at least this size are written past the caches: lines need not be read before they are written. A program
@@ -138,3 +140,39 @@ def stream_and_keep_bytes(out, kept, x):  # type: ignore[no-untyped-def]
         _memcpy(_address(kept, first), _address(x, first), end - first)
     for i in range(head, last, _LINES):
         _stream_and_keep_lines(x, i, out, i, kept, i)
+
+
+@intrinsic
+def _stream_scaled_lines(typingctx: Any, x: Any, first: Any, out: Any, factor: Any) -> Any:
+    """Write `_LINES` bytes of float32 of ``x`` from element ``first`` on, times ``factor``, past the caches."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        floats = ir.VectorType(ir.FloatType(), _LINE // 4)
+        (x_type, _, out_type, _), (array, index, target, scale) = signature.args, args
+        single = builder.insert_element(ir.Constant(floats, ir.Undefined), scale, ir.IntType(32)(0))
+        mask = ir.Constant(ir.VectorType(ir.IntType(32), _LINE // 4), [0] * (_LINE // 4))
+        factors = builder.shuffle_vector(single, ir.Constant(floats, ir.Undefined), mask)
+        for line in range(0, _LINES // 4, _LINE // 4):
+            place = builder.add(index, index.type(line))
+            source = builder.bitcast(_word(context, builder, x_type, array, place), floats.as_pointer())
+            goal = builder.bitcast(_word(context, builder, out_type, target, place), floats.as_pointer())
+            stored = builder.store(builder.fmul(builder.load(source, align=4), factors), goal, align=_LINE)
+            stored.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
+        return context.get_dummy_value()
+
+    return types.none(x, types.intp, out, types.float32), generate
+
+
+@kernel()
+def stream_scaled(out, x, factor):  # type: ignore[no-untyped-def]
+    """Write ``x`` times ``factor`` to ``out`` past the caches; shape ``(count,)``, float32."""
+    step = _LINES // 4
+    head = min(-out.ctypes.data % _LINE // 4, x.size)
+    last = x.size - (x.size - head) % step
+    for i in range(head):
+        out[i] = x[i] * factor
+    for i in range(head, last, step):
+        _stream_scaled_lines(x, i, out, factor)
+    for i in range(last, x.size):
+        out[i] = x[i] * factor
+    fence()

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .. import kernels
 from ..checkpoint.flatten import overlaps
 from ..comm import World, gpu_buckets
 from ..comm.gpu_buckets.transport import GpuTransport, NodeRows, RowSize, lone_rows
@@ -371,6 +372,9 @@ _SUMMED_AS: dict[Any, np.dtype[Any]] = {
 Complex numbers are pairs of real ones."""
 
 
+_STREAMED_NBYTES = 1 << 20
+"""Gradients of at least this size are copied past the caches, which backward uses; the sum reads them much later."""
+
 _moved: Any = WeakTensorKeyDictionary()
 """Parameters in memory of an optimizer, perhaps shared by ranks; a later wrapper copies them."""
 
@@ -426,6 +430,8 @@ class TorchParameter:
         self.grad_hook: Callable[[Any], None]
         self._summed: Array | None = None
         self._view: torch.Tensor | None = None
+        self._streamed: np.ndarray | None = None
+        """The gradient's place, shape ``(count,)``, if it is written past the caches."""
         self._lent: torch.Tensor
         self._address: int
 
@@ -468,6 +474,12 @@ class TorchParameter:
     def grad(self, place: Array) -> None:
         self._summed = place
         self._view = self.shaped(as_tensor(place))
+        self._streamed = None
+        is_long = is_host(place) and place.dtype == np.float32 and place.nbytes >= _STREAMED_NBYTES
+        if is_long and self._view.is_contiguous():
+            self._streamed = place.reshape(-1)
+            nothing = self._streamed[:0]
+            kernels.load("copies").stream_scaled(nothing, nothing, np.float32(1))  # compile it now
         self._lend()
 
     def _lend(self) -> None:
@@ -491,6 +503,9 @@ class TorchParameter:
             view.zero_()
         elif grad.data_ptr() == self._address:
             view.mul_(share)
+        elif self._streamed is not None and grad.dtype == torch.float32 and grad.is_contiguous():
+            values = grad.detach().numpy().reshape(-1)
+            kernels.load("copies").stream_scaled(self._streamed, values, np.float32(share))
         elif grad.dtype == view.dtype:
             torch.mul(grad.detach(), share, out=view)
         else:

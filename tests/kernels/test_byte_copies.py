@@ -21,3 +21,14 @@ def test_bytes_are_copied_past_the_caches_from_and_to_any_address(nbytes):
                 for whole, place in zip((room, kept), places, strict=False):
                     assert (place == x).all()
                     assert (whole[:start] == 7).all() and (whole[start + nbytes :] == 7).all()
+
+
+@pytest.mark.parametrize("count", [0, 1, 63, 64, 100, 5000])
+def test_floats_are_scaled_past_the_caches(count):
+    stream_scaled, factor = kernels.load("copies").stream_scaled, np.float32(1 / 3)
+    x = np.random.default_rng(0).standard_normal(count + 3).astype(np.float32)[3:]
+    for start in (0, 1, 15):
+        room = np.full(count + 32, 7, np.float32)
+        stream_scaled(room[start : start + count], x, factor)
+        assert (room[start : start + count] == x * factor).all()
+        assert (room[:start] == 7).all() and (room[start + count :] == 7).all()
