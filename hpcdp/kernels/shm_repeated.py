@@ -90,12 +90,6 @@ def _arrays_at(table, x, out):  # type: ignore[no-untyped-def]
     return x_at, out_at, sizes, nbytes
 
 
-@kernel()
-def address_of(table, x):  # type: ignore[no-untyped-def]
-    """Return the address of the data of the array at ``x`` if it is like the first one of ``table``, else -1."""
-    return _arrays_at(table, x, x)[0]
-
-
 def sum_table(
     alike: Sequence[int], staging: np.ndarray, counters: np.ndarray, state: np.ndarray, kind: int, root: int = 0
 ) -> np.ndarray:
