@@ -89,7 +89,8 @@ def isend(x: Array, dest: int, tag: int = 0, world: World | None = None) -> Oper
     progress = ProgressEngine.of(world)
     if not requests:
         return progress.ended("send", None)
-    return progress.start_polled(f"send to rank {dest}", _polled(requests, None), x, [dest])
+    spin = requests[0].spin if type(requests[0]) is OfferedData else None
+    return progress.start_polled(f"send to rank {dest}", _polled(requests, None), x, [dest], spin)
 
 
 def _sent(x: Array, dest: int, tag: int, world: World, may_poll: bool = False) -> tuple[list[Request], int]:

@@ -66,7 +66,7 @@ class Mailbox:
         """True if all ranks of the world are in the node."""
         n = memory.size
         self._has_cores, self._process = has_cores, os.getpid()
-        self._memory, self._rank, self._ranks = memory, memory.rank, list(ranks)
+        self.memory, self._rank, self._ranks = memory, memory.rank, list(ranks)
         self._queues = shared[: n * _QUEUE_WORDS].reshape(n, -1)
         self._offers = shared[n * _QUEUE_WORDS :].reshape(-1, _OFFER_WORDS)
         self._mine = self._queues[self._rank]
@@ -255,7 +255,7 @@ class Mailbox:
         Returns:
             The sender, a rank of the world, and the message, shape ``(nbytes,)``, dtype uint8; None without one.
         """
-        self._memory.check()  # empties the queue, too, see `NodeMemory.meanwhile`
+        self.memory.check()  # empties the queue, too, see `NodeMemory.meanwhile`
         with self._taking:
             messages = self._arrived.get(tag, ())
             local = None if source is None else self.local_of[source]
@@ -269,7 +269,7 @@ class Mailbox:
 
     def spin(self) -> bool:
         """Poll without the GIL for a message, as long as a blocking receive does; return whether one is here."""
-        return bool(self._kernels.await_message(self._mine, int(self._memory.patience[0])))
+        return bool(self._kernels.await_message(self._mine, int(self.memory.patience[0])))
 
     def empty(self) -> None:
         """Move the messages of this rank's queue to those that have arrived, unless another thread does."""
@@ -300,12 +300,12 @@ class Mailbox:
         words = self._offers[number]
         return self._kernels.take(words, data, self._process, KERNEL_SPINS, _NO_OFFER)  # type: ignore[no-any-return]
 
-    def give(self, words: np.ndarray) -> int:
-        """Return the answer to an offer of this rank; write a part of the data if each rank has a core."""
+    def give(self, words: np.ndarray, spins: int = 1) -> int:
+        """Return the answer to an offer of this rank, after so many polls; write a part if each rank has a core."""
         answer = int(words[_ANSWER])
         if not self._has_cores or answer in (_READ, _SEND_IT):
             return answer
-        return self._kernels.give(words, 1)  # type: ignore[no-any-return]
+        return self._kernels.give(words, spins)  # type: ignore[no-any-return]
 
 
 class _Unsent:
@@ -353,6 +353,17 @@ class OfferedData:
             finally:
                 mailbox.giving.release()
         return self._sent.test()
+
+    def spin(self) -> bool:
+        """Poll without the GIL for the receiver, as long as `Mailbox.spin` does, and write a part; return True."""
+        mailbox = self._mailbox
+        if self._sent is None and mailbox.giving.acquire(blocking=False):
+            try:
+                if self._sent is None:
+                    mailbox.give(self.words, int(mailbox.memory.patience[0]))
+            finally:
+                mailbox.giving.release()
+        return True
 
     def wait(self) -> None:
         """Block until the receiver has the data; poll at first, as it may read them now."""

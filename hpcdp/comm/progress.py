@@ -154,9 +154,11 @@ class PolledOperation(Operation[T]):
 
     stages = 0
 
-    def __init__(self, progress: ProgressEngine, call: tuple[Any, ...], poll: Callable[[], T]) -> None:
+    def __init__(
+        self, progress: ProgressEngine, call: tuple[Any, ...], poll: Callable[[], T], spin: Callable[[], object] | None
+    ) -> None:
         super().__init__(call, self._advance_all, _no, progress.watchdog)
-        self._progress, self._poll = progress, poll
+        self._progress, self._poll, self.spin = progress, poll, spin
 
     def _advance_all(self) -> bool:
         if not self.is_over:
@@ -472,7 +474,14 @@ class ProgressEngine:
             raise failure
         return operation
 
-    def start_polled(self, name: str, poll: Callable[[], T], x: object, peers: Sequence[int]) -> Operation[T]:
+    def start_polled(
+        self,
+        name: str,
+        poll: Callable[[], T],
+        x: object,
+        peers: Sequence[int],
+        spin: Callable[[], object] | None = None,
+    ) -> Operation[T]:
         """Start an operation that ends with the result of ``poll()``, which returns `NOT_YET` before.
 
         It progresses as an operation of `start`, with less work around it. If such operations follow each other, the
@@ -484,8 +493,9 @@ class ProgressEngine:
             poll: never blocks; called by one thread at a time.
             x: as for `start`.
             peers: as for `start`, for an operation that not all ranks start.
+            spin: polls in a kernel for what the operation waits for; None: for a message.
         """
-        operation = PolledOperation(self, (name, x, list, OWN, *peers), poll)
+        operation = PolledOperation(self, (name, x, list, OWN, *peers), poll, spin)
         with self.turn:
             self._polls_left = _IDLE_POLLS
             self.active.running.append(operation)
@@ -549,12 +559,15 @@ class ProgressEngine:
         """
         memory, mailbox = self.calls.memory, self._mailbox
         may_nap = isinstance(operation, PolledOperation)
+        spin = operation.spin if isinstance(operation, PolledOperation) else None
+        if spin is None and mailbox is not None:
+            spin = mailbox.spin
         if not self.turn.acquire(blocking=may_nap, timeout=_TURN_S if may_nap else -1):
             return
         try:
             if memory is not None:
                 memory.spin()
-            if not self.active.test() and mailbox is not None and mailbox.spin():
+            if not self.active.test() and spin is not None and spin():
                 self.active.test()
         finally:
             if memory is not None:
