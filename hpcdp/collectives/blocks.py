@@ -155,6 +155,34 @@ def scatter_layout(sizes: Sequence[int], rank: int, root: int) -> BlockLayout:
     return BlockLayout(mine, ends, firsts, limits[-1], max(sizes), True)
 
 
+def written_layout(sizes: Sequence[int], rank: int, places: dict[int, list[int]]) -> BlockLayout:
+    """Return the layout of blocks that each rank writes to receivers, of ``sizes[r]`` bytes from rank r to each.
+
+    ``places`` has for each receiver the position, relative to its received data, at which each rank writes its block;
+    0 for blocks that the receiver itself copies, one after another.
+    """
+    mine = places.get(rank)
+    is_copied = [mine is not None and place == 0 for place in mine or sizes]
+    ends = offsets([size if copies else 0 for size, copies in zip(sizes, is_copied, strict=True)])
+    written = [0 if mine is None or copies else size for size, copies in zip(sizes, is_copied, strict=True)]
+    at = [places[receiver][rank] if receiver in places else 0 for receiver in range(len(sizes))]
+    writes = [(sizes[rank] if place else 0, place) for place in at]
+    limits, longest = [(0, sizes[rank])] * len(sizes), max(sizes)
+    return BlockLayout(limits, ends, [0] * len(sizes), longest, longest, writes=writes, written=written)
+
+
+def read_layout(sizes: Sequence[int], rank: int, root: int, places: Sequence[int]) -> BlockLayout:
+    """Return the layout of a scatter in which rank r reads ``sizes[r]`` bytes, ``places[r]`` after root's data begin.
+
+    The positions may be anywhere in the memory of ``root``, so the blocks are never staged, which a largest block of 0
+    says.
+    """
+    n = len(sizes)
+    ends = [0] * (root + 1) + [sizes[rank]] * (n - root)
+    firsts = [places[rank] if other == root else 0 for other in range(n)]
+    return BlockLayout([(0, 0)] * n, ends, firsts, max(sizes), 0)
+
+
 def broadcast_layout(nbytes: int, ranks: int, rank: int, root: int) -> BlockLayout:
     """Return the layout of a broadcast of ``nbytes`` bytes, which ``root`` does not send to itself.
 

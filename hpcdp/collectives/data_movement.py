@@ -26,7 +26,7 @@ from ..comm.watchdog import Watchdog
 from ..core.arrays import Array, dtype_name, dtype_of_char, from_host, in_kind_of_sender, kind_number
 from ..core.checks import choices, described
 from ..core.state import protection_of
-from ..errors import UnsupportedError
+from ..errors import MismatchError, UnsupportedError
 from . import algorithm_choice, intra_node
 from . import blocks as block_algorithms
 from .blocks import BlockLayout, Blocks, offsets
@@ -71,7 +71,7 @@ def gather(x: ArrayT, root: int = 0, world: World | None = None, out: ArrayT | N
         UnsupportedError: ``x`` is no such array, or ``root`` no rank.
         MismatchError: ranks differ in dtype, another axis, root or operation; the same error on every rank.
     """
-    return run("gather", world, x, root, out=out)
+    return run("gather", world, x, root, None, out=out)
 
 
 @accepts_tensors
@@ -79,7 +79,7 @@ def igather(
     x: ArrayT, root: int = 0, world: World | None = None, out: ArrayT | None = None
 ) -> Operation[ArrayT | None]:
     """Start a `gather`, with the same arguments and errors; ``wait()`` returns its result."""
-    return start("igather", world, x, root, out=out)
+    return start("igather", world, x, root, None, out=out)
 
 
 @overload
@@ -121,7 +121,7 @@ def scatter(
         UnsupportedError: ``x`` or ``splits`` is not valid on ``root``; on every rank.
         MismatchError: ranks differ in root or operation; the same error on every rank.
     """
-    return run("scatter", world, x, root, splits, out=out)
+    return run("scatter", world, x, root, splits, None, out=out)
 
 
 @overload
@@ -145,7 +145,7 @@ def iscatter(
     out: Array | None = None,
 ) -> Operation[Array]:
     """Start a `scatter`, with the same arguments and errors; ``wait()`` returns its result."""
-    return start("iscatter", world, x, root, splits, out=out)
+    return start("iscatter", world, x, root, splits, None, out=out)
 
 
 @overload
@@ -632,34 +632,90 @@ def parts_of_all(ends: Sequence[int], world: World, algorithm: str = "auto") -> 
     return block_algorithms.allgather_layout(ends, world.rank), algorithm
 
 
-def gather_exchange(name: str, world: World, x: Array, root: int, out: Array | None) -> Exchange:
-    """Return the exchange of a gather; arguments as for `gather`."""
+def gather_exchange(
+    name: str, world: World, x: Array, root: int, places: list[int] | None, out: Array | None
+) -> Exchange:
+    """Return the exchange of a gather; arguments as for `gather`.
+
+    ``places``, on ``root``, are those of a list of arrays: for each rank the position, in bytes after the beginning of
+    ``out``, at which it writes its rows, and then for each rank the number of its rows. Rows whose position is 0 follow
+    each other in ``out``. Others have at least `intra_node.direct_nbytes` bytes.
+    """
     root = checked_root(name, root, world)
     host = np.atleast_1d(movable(name, x))
-    row, rank, dtype = host.shape[1:], world.rank, host.dtype
+    row, rank, n, dtype = host.shape[1:], world.rank, world.size, host.dtype
+    most_places = 2 * n if intra_node.can_share(world) else 0
 
     def plan(counts: np.ndarray) -> Moved:
-        rows = counts[:, 0]
-        layout = block_algorithms.gather_layout((rows * row_nbytes(row, dtype)).tolist(), rank, root)
+        rows, at, expected = counts[:, 0], counts[root, 1 : n + 1], counts[root, n + 1 :]
+        sizes = (rows * row_nbytes(row, dtype)).tolist()
         finish = _unchanged if rank == root else _none
-        return Moved(layout, "direct", (int(rows.sum()) * (rank == root), *row), dtype, finish)
+        if not at.any():
+            layout = block_algorithms.gather_layout(sizes, rank, root)
+            return Moved(layout, "direct", (int(rows.sum()) * (rank == root), *row), dtype, finish)
+        _check_rows(name, rows, expected, root)
+        layout = block_algorithms.written_layout(sizes, rank, {root: at.tolist()})
+        return Moved(layout, "direct", (int(rows[at == 0].sum()) * (rank == root), *row), dtype, finish)
 
     out = out if rank == root else None
-    return Exchange(_call(name, host, f"root {root}"), [len(host)], plan, bytes_of(host), like=x, out=out)
+    counts = [len(host), *(places or [0] * most_places)]
+    return Exchange(_call(name, host, f"root {root}"), counts, plan, bytes_of(host), like=x, out=out)
+
+
+def allgather_list_exchange(name: str, world: World, x: Array, places: list[int], out: Array) -> Exchange:
+    """Return the exchange of an allgather to a list of arrays, of ranks that share memory.
+
+    Each rank receives at ``places`` as the root in `gather_exchange`, its own rows in ``out``.
+    """
+    host = np.atleast_1d(movable(name, x))
+    row, rank, n, dtype = host.shape[1:], world.rank, world.size, host.dtype
+
+    def plan(counts: np.ndarray) -> Moved:
+        rows, at, expected = counts[:, 0], counts[:, 1 : n + 1].tolist(), counts[:, n + 1 :]
+        for receiver in range(n):
+            _check_rows(name, rows, expected[receiver], receiver)
+        sizes = (rows * row_nbytes(row, dtype)).tolist()
+        return Moved(block_algorithms.written_layout(sizes, rank, dict(enumerate(at))), "direct", host.shape, dtype)
+
+    return Exchange(_call(name, host), [len(host), *places], plan, bytes_of(host), out=out)
+
+
+def _check_rows(name: str, rows: np.ndarray, expected: np.ndarray, receiver: int) -> None:
+    """Raise on every rank if a list of arrays on rank ``receiver`` is not of the numbers of ``rows`` of all ranks."""
+    for rank in np.flatnonzero(rows != expected)[:1].tolist():
+        raise MismatchError(
+            name, where=f"array {rank} of the list on rank {receiver}", expected=f"{rows[rank]} rows, as it sends",
+            got=f"{expected[rank]} rows",
+        )  # fmt: skip
 
 
 def scatter_exchange(
-    name: str, world: World, x: Array | None, root: int, splits: Sequence[int] | None, out: Array | None
+    name: str,
+    world: World,
+    x: Array | None,
+    root: int,
+    splits: Sequence[int] | None,
+    places: list[int] | None,
+    out: Array | None,
 ) -> Exchange:
-    """Return the exchange of a scatter; arguments as for `scatter`."""
+    """Return the exchange of a scatter; arguments as for `scatter`.
+
+    ``places``, on ``root``, are those of a list of arrays, of ranks that share memory: for each rank the position, in
+    bytes after the beginning of ``x``, of its ``splits[rank]`` rows. ``x``, of at least `intra_node.direct_nbytes`
+    bytes, is one of the arrays; if it is not the one of ``root``, that one is not moved.
+    """
     root = checked_root(name, root, world)
     n, rank = world.size, world.rank
     host: np.ndarray = _NO_BYTES
     failure: UnsupportedError | None = None
     counts: list[int] = [0] * (n + 2 + _MOST_AXES)
+    at: list[int] = [0] * (n if intra_node.can_share(world) else 0)
     if rank == root:
         try:
-            host, rows = _divided(name, x, splits, n)
+            if places is None:
+                host, rows = _divided(name, x, splits, n)
+            else:
+                host, rows, at = movable(name, x), list(splits or ()), places
             header = [*rows, ord(host.dtype.char), kind_number(kind_of_call())]
             counts[: n + 1 + host.ndim] = [*header, *(axis + 1 for axis in host.shape[1:])]
         except UnsupportedError as error:  # the others wait for this rank
@@ -667,19 +723,24 @@ def scatter_exchange(
 
     def plan(all_counts: np.ndarray) -> Moved:
         numbers: list[int] = all_counts[root].tolist()
-        rows, char, kind, sizes = numbers[:n], numbers[n], numbers[n + 1], numbers[n + 2 :]
+        rows, char, kind, sizes = numbers[:n], numbers[n], numbers[n + 1], numbers[n + 2 : n + 2 + _MOST_AXES]
         if not char:
             raise failure or UnsupportedError(
                 name, where=f"x on rank {root}", expected="an array", got="an invalid argument"
             )
         dtype, row = dtype_of_char(chr(char)), tuple(int(size) - 1 for size in sizes if size)
-        layout = block_algorithms.scatter_layout([count * row_nbytes(row, dtype) for count in rows], rank, root)
         finish = _unchanged if rank == root else functools.partial(in_kind_of_sender, kind)
+        of_ranks, places = [count * row_nbytes(row, dtype) for count in rows], numbers[n + 2 + _MOST_AXES :]
+        if not any(places):
+            layout = block_algorithms.scatter_layout(of_ranks, rank, root)
+            return Moved(layout, "direct", (rows[rank], *row), dtype, finish)
+        if places[root]:
+            of_ranks[root] = rows[root] = 0
+        layout = block_algorithms.read_layout(of_ranks, rank, root, places)
         return Moved(layout, "direct", (rows[rank], *row), dtype, finish)
 
-    return Exchange(
-        Call(name, name, f"root {root}"), counts, plan, bytes_of(host), like=x if rank == root else None, out=out
-    )
+    call = Call(name, name, f"root {root}")
+    return Exchange(call, [*counts, *at], plan, bytes_of(host), like=x if rank == root else None, out=out)
 
 
 def alltoall_exchange(
@@ -743,6 +804,7 @@ def comparison(call: Call) -> Exchange:
 
 _EXCHANGES: dict[str, Callable[..., Exchange]] = {
     "allgather": allgather_exchange,
+    "allgather_list": allgather_list_exchange,
     "gather": gather_exchange,
     "scatter": scatter_exchange,
     "alltoall": alltoall_exchange,

@@ -15,6 +15,7 @@ of the local ranks, so all ranks get the same bits in every run.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from types import ModuleType
@@ -65,7 +66,7 @@ receive past the caches, which the system call does not.
 """
 _MARK_NBYTES, _MEET = 64, Call("preparation of the node's memory")
 _LEAST_COUNTS = 80
-"""Counts that a rank announces at once, beside one for each rank."""
+"""Counts that a rank announces at once, beside two for each rank."""
 
 
 class BoundExchange(NamedTuple):
@@ -195,9 +196,14 @@ class _Staging:
         self._sums = {dtype: sums.view(dtype) for dtype in self._exchange.DTYPES}
         self._other_reductions = memory.alloc(shape, np.uint8)
         self._rows = sums
-        self._board = memory.alloc((2, memory.size, memory.size + _LEAST_COUNTS), np.int64)
+        self._board = memory.alloc((2, memory.size, 2 * memory.size + _LEAST_COUNTS), np.int64)
         self._direct = _direct_of(calls, self._moving)
         self._by_all_nbytes = min(BY_ALL_NBYTES // max(memory.size - 1, 1), CHUNK_NBYTES)
+
+    @property
+    def direct_nbytes(self) -> int:
+        """See the function of this name."""
+        return int(self._direct[0, self._moving.STAGED]) + 1 if self._direct[0, self._moving.READ] else sys.maxsize
 
     def allreduce_now(self, flat: np.ndarray, op: Reduction, call: Call) -> None:
         """Reduce ``flat``, shape ``(count,)``, in place, blocking; nothing else may be in progress."""
@@ -657,6 +663,15 @@ def _bytes_of(x: np.ndarray) -> np.ndarray:
 def can_share(world: World) -> bool:
     """Return whether all ranks share memory."""
     return world.node_memory.size == world.size
+
+
+def direct_nbytes(world: World) -> int:
+    """Return the least bytes of data of a movement that other ranks read, or write, in the memory of their process.
+
+    It is equal on all ranks; `sys.maxsize` if there are none, or before the first movement of ``world``.
+    """
+    staging: _Staging | None = world.kept.get(__name__)
+    return sys.maxsize if staging is None or world.size == 1 else staging.direct_nbytes
 
 
 def can_reduce(dtype: np.dtype, op: Reduction, world: World) -> bool:

@@ -147,7 +147,7 @@ def igather_object(value: Any, root: int = 0, world: World | None = None) -> Ope
 
 def _gather(name: str, value: Any, root: int, world: World) -> _ObjectCall:
     own = _encoded(value, name)
-    exchange = data_movement.gather_exchange(name, world, own, root, None)
+    exchange = data_movement.gather_exchange(name, world, own, root, None, None)
 
     def finish(all_: np.ndarray | None) -> list[Any] | None:
         messages = _messages(name, own if all_ is None else all_, is_on_every_rank=False)
@@ -183,7 +183,7 @@ def _scatter(name: str, values: Any, root: int, world: World) -> _ObjectCall:
         except UnsupportedError as error:
             messages = [_refusal(error)] * world.size
     sizes = [message.size for message in messages]
-    exchange = data_movement.scatter_exchange(name, world, np.concatenate(messages), root, sizes, None)
+    exchange = data_movement.scatter_exchange(name, world, np.concatenate(messages), root, sizes, None, None)
     return _ObjectCall(world, exchange, lambda mine: decoded(_messages(name, mine)[0]))
 
 

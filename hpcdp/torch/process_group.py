@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch._C._dynamo import eval_frame
 
 from .. import collectives
-from ..collectives import Monoid
+from ..collectives import Monoid, data_movement, intra_node
 from ..comm import World, init
 from ..comm.communicator import wait_for
 from ..comm.progress import Operation, ProgressEngine
@@ -355,6 +355,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._nccl: dict[torch.device, Any] = {}
         self._lanes: set[str] = set()
         self._lock = threading.Lock()
+        self._apart_nbytes = max(intra_node.direct_nbytes(world), _APART_NBYTES)
         Watchdog.of(world).allow(timeout.total_seconds())
 
     # Properties and methods that c10d calls.
@@ -565,13 +566,12 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         _check_size(
             "all_gather", "the tensor of this rank in the list", tensor.numel(), targets[self.world.rank].numel()
         )
-        longest = max(target.nbytes for target in targets)
-        if longest >= _BROADCAST_NBYTES and self.world.node_memory.size == self.world.size:
-            own = targets[self.world.rank]
-            if own.data_ptr() != tensor.data_ptr():
-                own.detach().copy_(tensor.detach().reshape(own.shape))
-            return self._together([self.broadcast([target], opts, root=rank) for rank, target in enumerate(targets)])
         x = _flat(tensor, moves=True)
+        if all(map(self._is_apart, targets)):
+            places, finish = _in_place(targets)
+            own = places[self.world.rank]
+            positions, out = _positions(places, own.data_ptr()), _flat(own, moves=True)
+            return self._move("allgather_list", opts, targets, finish, x, positions, out=out)
         if len({target.numel() for target in targets}) > 1:
             return self._run("allgather", opts, targets, lambda gathered: _scatter_to(gathered, targets), x, self.world)
         out = _adjacent(targets)
@@ -615,18 +615,24 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         targets = _inner(outputs) if self.world.rank == root else []
         if targets:
             _check_size("gather", "the tensor of this rank in the list", tensor.numel(), targets[root].numel())
-        joined = [target for target in targets if not _is_long(target)]
-        finish = (lambda gathered: _scatter_to(gathered, joined)) if joined else None
-        x = _flat(tensor, moves=True)
-        works = [self._run("gather", opts, targets, finish, x[:0] if _is_long(tensor) else x, root, self.world)]
-        if not targets and _is_long(tensor):
-            works.append(self._send(tensor, root, _OWN_TAG))
-        for rank, target in enumerate(targets):
-            if rank != root and _is_long(target):
-                works.append(self._recv(target, rank, _OWN_TAG))
-            elif _is_long(target):
-                _copy(x, target)
-        return self._together(works) if len(works) > 1 else works[0]
+        x, is_apart = _flat(tensor, moves=True), [self._is_apart(target) for target in targets]
+        if not any(is_apart):
+            unpack = (lambda gathered: _scatter_to(gathered, targets)) if targets else None
+            return self._run("gather", opts, targets, unpack, x, root, self.world)
+        places, finish = _in_place(targets)
+        if all(is_apart):
+            positions, out = _positions(places, places[root].data_ptr()), _flat(places[root], moves=True)
+        else:
+            joined = [target for target, apart in zip(targets, is_apart, strict=True) if not apart]
+            count = sum(target.numel() for target in joined)
+            memory = np.empty(max(count, 1), x.dtype)  # an empty array may have no address
+            if is_apart[root]:
+                _copy(x, targets[root])
+            positions, out = _positions(places, memory.ctypes.data), memory[:count]
+            for rank, apart in enumerate(is_apart):
+                positions[rank] *= apart
+            finish = _all_of([finish, lambda gathered: _scatter_to(gathered, joined)])
+        return self._move("gather", opts, targets, finish, x, root, positions, out=out)
 
     @_operation
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *, root: int = 0) -> Work:
@@ -634,24 +640,22 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         root = _root(opts, root)
         (output,) = _listed(outputs)
         tensors = _inner(inputs) if self.world.rank == root else []
-        x, splits, long = None, None, {rank: tensor for rank, tensor in enumerate(tensors) if _is_long(tensor)}
-        if tensors:
-            splits = [0 if rank in long else tensor.numel() for rank, tensor in enumerate(tensors)]
-            joined = [tensor for tensor in tensors if not _is_long(tensor)]
-            x = _joined(joined, moves=True) if joined else _flat(tensors[0], moves=True)[:0]
         out, finish = _target(output, moves=True)
-        if not _is_long(output):
-            works = [self._run("scatter", opts, [output], finish, x, root, self.world, splits, out)]
-        else:
-            works = [self._run("scatter", opts, [output], None, x, root, self.world, splits, out[:0])]
-            if not tensors:
-                works.append(self._recv(output, root, _OWN_TAG))
-        for rank, tensor in long.items():
-            if rank != root:
-                works.append(self._send(tensor, rank, _OWN_TAG))
-            elif tensor.data_ptr() != output.data_ptr():
-                output.detach().copy_(tensor.detach().reshape(output.shape))
-        return self._together(works) if len(works) > 1 else works[0]
+        if not tensors:
+            return self._run("scatter", opts, [output], finish, None, root, self.world, None, out)
+        splits, x = [tensor.numel() for tensor in tensors], _adjacent(tensors)
+        apart = [rank for rank, tensor in enumerate(tensors) if self._is_apart(tensor)]
+        if x is not None or not apart or len({tensor.data_ptr() for tensor in tensors}) < len(tensors):
+            x = _joined(tensors, moves=True) if x is None else x
+            return self._run("scatter", opts, [output], finish, x, root, self.world, splits, out)
+        sources, _ = _in_place(tensors)
+        base = sources[root if root in apart else apart[0]]
+        if root not in apart:
+            output.detach().copy_(tensors[root].detach().reshape(output.shape))
+            out, finish = out[:0], None
+        finish = _all_of([finish, lambda _: sources])  # other ranks read them until then
+        positions = _positions(sources, base.data_ptr())[: len(sources)]
+        return self._move("scatter", opts, [output], finish, _flat(base, moves=True), root, splits, positions, out=out)
 
     @_operation
     def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None) -> Work:
@@ -705,9 +709,6 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def send(self, tensors: Any, dest: int, tag: int = 0) -> Work:
         """Send a tensor to rank ``dest`` of the group."""
         (tensor,) = _listed(tensors)
-        return self._send(tensor, dest, _checked_tag("send", tag))
-
-    def _send(self, tensor: torch.Tensor, dest: int, tag: int) -> Work:
         operation = collectives.isend(_flat(tensor, moves=True), dest, tag, self.world)
         return Work([operation], [tensor], None, self._timeout, self)
 
@@ -715,9 +716,6 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def recv(self, tensors: Any, source: int | None, tag: int = 0) -> Work:
         """Receive a tensor of rank ``source`` of the group, in place."""
         (tensor,) = _listed(tensors)
-        return self._recv(tensor, source, _checked_tag("recv", tag))
-
-    def _recv(self, tensor: torch.Tensor, source: int | None, tag: int) -> Work:
         out, finish = _target(tensor, moves=True)
         operation = collectives.irecv(out, source, tag, self.world)
         return Work([operation], [tensor], finish, self._timeout, self)
@@ -734,6 +732,10 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     # Execution.
 
+    def _is_apart(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor``, of a list, moves by itself, because joining it with others would take longer."""
+        return tensor.nbytes >= self._apart_nbytes and not tensor.is_cuda
+
     def _run(
         self, name: str, opts: Any, result: Sequence[torch.Tensor], finish: Finish | None, /, *args: Any, **kwargs: Any
     ) -> Work:
@@ -747,11 +749,30 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             args: those of the function.
             kwargs: those of the function.
         """
+        return self._start(getattr(collectives, f"i{name}"), opts, result, finish, *args, **kwargs)
+
+    def _move(
+        self, name: str, opts: Any, result: Sequence[torch.Tensor], finish: Finish | None, /, *args: Any, out: Array
+    ) -> Work:
+        """Start a movement of arrays in a list, by the name of its exchange; see `_run`."""
+        start = functools.partial(data_movement.start, f"i{name}", self.world)
+        return self._start(start, opts, result, finish, *args, out=out)
+
+    def _start(
+        self,
+        start: Callable[..., Operation[Any]],
+        opts: Any,
+        result: Sequence[torch.Tensor],
+        finish: Finish | None,
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Work:
         limit = getattr(opts, "timeout", timedelta(0))
         progress = ProgressEngine.of(self.world)
         progress.is_awaited = not getattr(opts, "asyncOp", True)
         try:
-            operation = getattr(collectives, f"i{name}")(*args, **kwargs)
+            operation = start(*args, **kwargs)
         finally:
             progress.is_awaited = False
         return Work([operation], result, finish, limit if limit > timedelta(0) else self._timeout, self)
@@ -787,21 +808,25 @@ def _all_of(calls: Sequence[Finish | None]) -> Finish | None:
     return run if present else None
 
 
-def _is_long(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor``, of a list, moves by itself, because joining it with the others would take longer."""
-    return tensor.nbytes >= _LONG_NBYTES
+def _in_place(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Finish | None]:
+    """Return tensors with contiguous values in memory for ``tensors``, and the function that copies them back."""
+    places = [resolved(tensor if tensor.is_contiguous() else tensor.detach().contiguous()) for tensor in tensors]
+    copied = [pair for pair in zip(tensors, places, strict=True) if pair[0] is not pair[1]]
+
+    def copy_back(_: Any) -> None:
+        for tensor, place in copied:
+            tensor.detach().copy_(place)
+
+    return places, copy_back if copied else None
 
 
-_BROADCAST_NBYTES, _LONG_NBYTES = 256 << 10, 1 << 20
-"""The shortest tensors of a list that each take less time by a broadcast, in `all_gather`, or by a message."""
-_OWN_TAG = (1 << 14) - 1
-"""The tag of the messages in `gather` and `scatter`, the highest; `send` and `recv` may not use it."""
+def _positions(places: Sequence[torch.Tensor], address: int) -> list[int]:
+    """Return the positions of tensors after an address, in bytes, and then their numbers of elements."""
+    return [place.data_ptr() - address for place in places] + [place.numel() for place in places]
 
 
-def _checked_tag(operation: str, tag: int) -> int:
-    if tag == _OWN_TAG:
-        raise UnsupportedError(operation, where="tag", expected=f"a number from 0 to {_OWN_TAG - 1}", got=tag)
-    return tag
+_APART_NBYTES = 256 << 10
+"""The shortest tensors of a list that move one by one: joining shorter ones takes less time than that."""
 
 
 def _listed(tensors: Any) -> list[torch.Tensor]:

@@ -148,9 +148,10 @@ def test_movements():
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_lists_of_long_tensors(waits):
+@pytest.mark.parametrize("least", [0, 10, 500])
+def test_lists_of_long_tensors(waits, least):
     me, n = dist.get_rank(), dist.get_world_size()
-    rows = [100 + 900 * (rank % 2) for rank in range(n)]  # some are shorter than those that move by themselves
+    rows = [least + 900 * (rank % 2) for rank in range(n)]  # some are shorter than those that move by themselves
     x = torch.full((rows[me], 300), float(me))
 
     def run(call, *args):
@@ -161,7 +162,7 @@ def test_lists_of_long_tensors(waits):
     def blank(rank):
         return torch.zeros(300, rows[rank]).t() if me == 0 else torch.zeros(rows[rank], 300)
 
-    for root in range(n):
+    for root in (*range(n), 0):
         outs = [blank(rank) for rank in range(n)]
         run(dist.all_gather, outs, x)
         assert all((out == rank).all() for rank, out in enumerate(outs))
@@ -171,8 +172,48 @@ def test_lists_of_long_tensors(waits):
         out = blank(me)
         run(dist.scatter, out, [torch.full((rows[r], 300), 1.0 * r) for r in range(n)] if me == root else None, root)
         assert (out == me).all()
-    with pytest.raises(RuntimeError, match=r"16382|same rank"):
-        dist.isend(x, (me + 1) % n, tag=16383)
+
+
+def test_repeated_lists_of_long_tensors():
+    me, n = dist.get_rank(), dist.get_world_size()
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
+        x = torch.zeros(1 << 20).to(dtype)
+        outs, sent = ([torch.zeros(1 << 20).to(dtype) for _ in range(n)] for _ in range(2))
+        for number in range(4):
+            if number == 3:
+                outs[n - 1] = torch.zeros(1 << 20).to(dtype)  # elsewhere in memory
+            x.fill_(me + number)
+            dist.all_gather(outs, x)
+            assert all((out.float() == rank + number).all() for rank, out in enumerate(outs))
+            outs[me].fill_(2 * me + number)
+            dist.all_gather(outs, outs[me])
+            assert all((out.float() == 2 * rank + number).all() for rank, out in enumerate(outs))
+            dist.gather(x, outs if me == 0 else None)
+            assert me or all((out.float() == rank + number).all() for rank, out in enumerate(outs))
+            for rank in range(n):
+                sent[rank].fill_(rank + 3 * number)
+            dist.scatter(x, sent if me == n - 1 else None, n - 1)
+            assert (x.float() == me + 3 * number).all()
+            dist.scatter(x, [sent[0]] * n if me == 0 else None)
+            assert (x.float() == 3 * number).all()
+            dist.scatter(sent[me], sent if me == 0 else None)
+            assert (sent[me].float() == me + 3 * number).all()
+
+
+def test_lists_of_long_tensors_of_other_lengths():
+    me, n = dist.get_rank(), dist.get_world_size()
+    if n == 1:
+        pytest.skip("of several ranks")
+    for _ in range(2):
+        outs = [torch.zeros(400_000 + 8 * (me == 0 and rank == 1)) for rank in range(n)]
+        for call in (
+            lambda outs=outs: dist.all_gather(outs, torch.zeros(400_000)),
+            lambda outs=outs: dist.gather(torch.zeros(400_000), outs if me == 0 else None),
+        ):
+            with pytest.raises(RuntimeError, match="array 1 of the list on rank 0"):
+                call()
+        x = torch.zeros(400_000)
+        dist.all_gather([torch.zeros(400_000) for _ in range(n)], x)
 
 
 def test_scattered_reductions_and_alltoall():
