@@ -20,11 +20,10 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
-from .copies import STREAMED_NBYTES, copy_bytes, fence, stream_and_keep_bytes, stream_bytes
+from .copies import CORES_KEEP_LINES, STREAMED_NBYTES, copy_bytes, fence, stream_and_keep_bytes, stream_bytes
 from .jit import kernel
 from .shm_exchange import (
     CHANGED,
-    CORES_KEEP_LINES,
     DONE,
     HALF,
     ME,
@@ -77,6 +76,15 @@ def _own_block(plan, me):  # type: ignore[no-untyped-def]
     if plan[FIRSTS, plan.shape[1] - 1] == 0:
         return 0, 0
     return plan[FIRSTS, me], plan[FIRSTS, me] + plan[ENDS, me + 1] - plan[ENDS, me]
+
+
+@njit(inline="always")
+def _keep_own(plan, me, start, stop, sent, received, streams):  # type: ignore[no-untyped-def]
+    # Copy what lies between two positions of this rank's data, and is for itself.
+    first, begin = plan[FIRSTS, me], plan[ENDS, me]
+    lo, hi = max(first, start), min(first + plan[ENDS, me + 1] - begin, stop)
+    if lo < hi:
+        _receive(received[begin + lo - first : begin + hi - first], sent[lo:hi], streams)
 
 
 @njit(inline="always")
@@ -178,6 +186,8 @@ def _move(plan, board, direct, staging, counters, state, kind, sent, received): 
                 return met
         moving = 2 if writes else 1
         if state[PHASE] == moving:
+            if CORES_KEEP_LINES:  # before others read them
+                _keep_own(plan, me, start, longest if any_direct else start + chunk, sent, received, streams)
             for distance in range(1, n):
                 rank = (me + distance) % n  # ranks read from different neighbors at a time
                 if writes and addresses[me] > 0 and plan[WRITES, rank] > 0:
@@ -205,11 +215,8 @@ def _move(plan, board, direct, staging, counters, state, kind, sent, received): 
                         _take_lines(block, place)
             if any_direct:  # ranks may change their data when all have read them
                 _arrive(counters, state, kind)
-            first, begin = plan[FIRSTS, me], plan[ENDS, me]
-            end = first + plan[ENDS, me + 1] - begin
-            lo, hi = max(first, start), end if any_direct else min(end, start + chunk)
-            if lo < hi:
-                _receive(received[begin + lo - first : begin + hi - first], sent[lo:hi], streams)
+            if not CORES_KEEP_LINES:
+                _keep_own(plan, me, start, longest if any_direct else start + chunk, sent, received, streams)
         if state[PHASE] == moving + 1:
             met = _all_arrived(counters, n, state, kind)
             if met != DONE:

@@ -28,12 +28,12 @@ import platform
 from typing import Any
 
 import numpy as np
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .copies import STREAMED_NBYTES, _address, _word, fence, stream_bytes
+from .copies import CORES_KEEP_LINES, STREAMED_NBYTES, _address, _word, fence, stream_bytes
 from .jit import kernel
 
 STRIDE = 32
@@ -180,13 +180,6 @@ _PIECE_NBYTES = 64 << 10
 """What one rank stages at a time for another that sums it alone, and meanwhile sums the piece before."""
 _LINE_NBYTES = 64
 """A cache line."""
-CORES_KEEP_LINES = binding.get_host_cpu_name().startswith("znver")
-"""True if the only rank that reads another's staged lines should also write to each of them.
-
-On AMD EPYC their rank then writes its next data 1.7 to 4 times as fast as if both cores still shared the lines, the
-second figure for cores of different L3 caches. On Intel Xeon (Emerald Rapids) an exchange of 64 KB takes a fifth
-longer.
-"""
 
 
 def state_of(rank: int, patience: np.ndarray) -> np.ndarray:

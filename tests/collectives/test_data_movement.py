@@ -534,6 +534,7 @@ def test_long_data_are_read_in_place_or_staged_in_pieces(way, n, monkeypatch):
     monkeypatch.setattr(intra_node, "CHUNK_NBYTES", 1 << 14)
     if way == "take turns":
         monkeypatch.setattr(intra_node, "TURNS_BY_TWO_NBYTES", 1 << 15)
+        monkeypatch.setattr(kernels.load("shm_exchange"), "CORES_KEEP_LINES", False)
     if way == "refused":  # as where the kernel refuses to read the memory of other processes
         monkeypatch.setattr(kernels.load("shm_exchange"), "read_memory", lambda *_: False)
 
