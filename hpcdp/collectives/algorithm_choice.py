@@ -33,6 +33,7 @@ from ..comm import Communicator, Reduction, World
 from ..comm.communicator import OPS, Steps, narrow, reduce_in_order, reducible, split
 from ..comm.consistency import Call, on_rank_0
 from ..comm.progress import ProgressEngine, run_until_complete
+from ..comm.repeated import BoundExchange
 from ..core.checks import choices, nearest
 from ..core.files import own_part_of, replaced
 from ..errors import ConfigError, HpcdpError, UnsupportedError, reason, to_stderr
@@ -61,7 +62,7 @@ class Algorithm:
     """True if its functions compare the calls of all ranks themselves."""
     prepare: Callable[[World], None] | None = None
     """Allocates what a world keeps for the algorithm, such as memory; all ranks call it before the first use."""
-    bind: Callable[..., intra_node.BoundExchange | None] | None = None
+    bind: Callable[..., BoundExchange | None] | None = None
     """Returns ``blocking`` for arrays like its first argument as one kernel call, or None; after the first use."""
 
     def machine(self, world: World, call: Call, x: np.ndarray, *further: object) -> Steps:
@@ -112,7 +113,7 @@ class Algorithm:
         finally:
             watchdog.leave(watched)
 
-    def bound(self, world: World, call: Call, x: np.ndarray, *further: object) -> intra_node.BoundExchange | None:
+    def bound(self, world: World, call: Call, x: np.ndarray, *further: object) -> BoundExchange | None:
         """Return `run` for arrays like ``x``, which has run before, as one kernel call; None without such a kernel."""
         return None if self.bind is None or world.size == 1 else self.bind(x, *further, world, call)
 
@@ -222,7 +223,7 @@ def _shared(
     blocking: Callable[..., None],
     steps: Callable[..., Steps] | None = None,
     any_monoid: bool = True,
-    bind: Callable[..., intra_node.BoundExchange | None] | None = None,
+    bind: Callable[..., BoundExchange | None] | None = None,
 ) -> Algorithm:
     prepare = intra_node.prepare
     return Algorithm("shared", steps, blocking, any_monoid=any_monoid, compares=True, prepare=prepare, bind=bind)

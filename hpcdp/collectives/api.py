@@ -15,10 +15,11 @@ from ..comm import Monoid, Reduction, World
 from ..comm.communicator import Quotients, Steps, StepsTo, bounds, refuse_factors, resolve
 from ..comm.consistency import Call
 from ..comm.progress import Operation, ProgressEngine, all_ended
+from ..comm.repeated import SHORT_NBYTES
 from ..comm.watchdog import Watchdog
 from ..core.arrays import Array, from_host, is_float, on_device_of
 from ..core.checks import number
-from ..core.state import protection_of, refuse_change
+from ..core.state import refuse_change
 from ..errors import UnsupportedError
 from . import algorithm_choice, data_movement
 from .algorithm_choice import CHOICES, Algorithm, find
@@ -94,9 +95,10 @@ def allreduce(
     Source: Chan et al., "Collective communication: theory, practice, and experience", 2007, section 2.
     """
     world = ranks_of(world)
-    plan = _planned("allreduce", x, op, algorithm, world, 0, prescale, postscale)
-    if out is None and plan.repeat(world, x, x):
+    repeat = _repeated(world, x, "allreduce", op, algorithm, 0, prescale, postscale)
+    if repeat is not None and out is None and repeat(x, x):
         return x
+    plan = _planned("allreduce", x, op, algorithm, world, 0, prescale, postscale)
     target = x if out is None else receiver("allreduce", x, out)
     staged = staged_of("allreduce", target)
     plan.run(world, flat(staged))
@@ -131,9 +133,10 @@ def iallreduce(
             returns the result of `allreduce`. Both raise its error.
     """
     world = ranks_of(world)
+    begin = _repeated(world, x, "iallreduce", op, algorithm, 0, prescale, postscale)
+    if begin is not None and out is None and (operation := begin(lambda: x, None, x, x)) is not None:
+        return operation  # type: ignore[no-any-return]
     plan = _planned("iallreduce", x, op, algorithm, world, 0, prescale, postscale)
-    if out is None and (operation := plan.awaited(world, x, x, x)) is not None:
-        return operation
     target = x if out is None else receiver("iallreduce", x, out)
     staged = staged_of("iallreduce", target)
 
@@ -181,9 +184,8 @@ def reduce_scatter(
     """
     world = ranks_of(world)
     if splits is None:
-        plan = _planned("reduce_scatter", x, op, algorithm, world, 0, prescale, postscale)
-        result = _new_shard(x, world) if out is None and plan.bound is not None else out
-        if plan.repeat(world, x, result):
+        repeat = _repeated(world, x, "reduce_scatter", op, algorithm, 0, prescale, postscale)
+        if repeat is not None and repeat(x, result := _new_shard(x, world) if out is None else out):
             return result  # type: ignore[return-value]
     scatter = _Scatter("reduce_scatter", x, op, world, algorithm, out, (prescale, postscale), splits)
     scatter.plan.run(world, scatter.work, result=scatter.result)
@@ -204,10 +206,11 @@ def ireduce_scatter(
 ) -> Operation[ArrayT]:
     """Start a `reduce_scatter`, with the same arguments and errors; see `iallreduce`."""
     world = ranks_of(world)
-    if out is not None and splits is None:
-        plan = _planned("ireduce_scatter", x, op, algorithm, world, 0, prescale, postscale)
-        if (operation := plan.awaited(world, out, x, out)) is not None:
-            return operation
+    if splits is None:
+        begin = _repeated(world, x, "ireduce_scatter", op, algorithm, 0, prescale, postscale)
+        result = _new_shard(x, world) if out is None and begin is not None else out
+        if begin is not None and (operation := begin(lambda: result, None, x, result)) is not None:
+            return operation  # type: ignore[no-any-return]
     scatter = _Scatter("ireduce_scatter", x, op, world, algorithm, out, (prescale, postscale), splits)
 
     def steps() -> StepsTo[Array]:
@@ -217,10 +220,10 @@ def ireduce_scatter(
     return started("ireduce_scatter", steps(), scatter.work, world)
 
 
-def _new_shard(x: Array, world: World) -> Array | None:
-    """Return memory for this rank's shard of a host array ``x``; None for another one."""
-    first, last = (x.size * rank // world.size for rank in (world.rank, world.rank + 1))
-    return kernels.empty((last - first,), x.dtype) if type(x) is np.ndarray else None
+def _new_shard(x: Array, world: World) -> np.ndarray:
+    """Return memory for this rank's shard of ``x``."""
+    size, n, me = x.size, world.size, world.rank
+    return kernels.empty((size * (me + 1) // n - size * me // n,), x.dtype)
 
 
 class _Scatter:
@@ -310,13 +313,13 @@ def allgather(x: ArrayT, world: World | None = None, algorithm: str = "auto", ou
         return data_movement.run("allgather", world, x, algorithm)
     world = ranks_of(world)
     if type(out) is np.ndarray and out.flags.c_contiguous:
-        plan = _planned("allgather", flat(out), _MOVED, algorithm, world)  # the ranks' ``out`` may differ in shape
-        if plan.repeat(world, x, out):
+        repeat = _repeated(world, flat(out), "allgather", _MOVED, algorithm)  # the ranks' ``out`` may differ in shape
+        if repeat is not None and repeat(x, out):
             return out
     host, gathered, out = _gathered("allgather", x, world, out)
     plan = _planned("allgather", flat(gathered), _MOVED, algorithm, world)
     shard = _own_shard(gathered, host, world)
-    if not plan.repeat(world, host, gathered):
+    if plan.bound is None or not plan.bound(host, gathered):
         shard[...] = host.reshape(-1)
         plan.move(world, flat(gathered))
     if gathered is not out:
@@ -333,9 +336,9 @@ def iallgather(
         return data_movement.start("iallgather", world, x, algorithm)
     world = ranks_of(world)
     if type(out) is np.ndarray and out.flags.c_contiguous:
-        plan = _planned("iallgather", flat(out), _MOVED, algorithm, world)
-        if (operation := plan.awaited(world, out, x, out)) is not None:
-            return operation
+        begin = _repeated(world, flat(out), "iallgather", _MOVED, algorithm)
+        if begin is not None and (operation := begin(lambda: out, None, x, out)) is not None:
+            return operation  # type: ignore[no-any-return]
     host, gathered, out = _gathered("iallgather", x, world, out)
     plan = _planned("iallgather", flat(gathered), _MOVED, algorithm, world)
     _own_shard(gathered, host, world)[...] = host.reshape(-1)
@@ -384,11 +387,12 @@ def broadcast(x: ArrayT, root: int = 0, world: World | None = None, algorithm: s
         ``x``.
     """
     world = ranks_of(world)
+    repeat = _repeated(world, x, "broadcast", _MOVED, algorithm, root)
+    if repeat is not None and repeat(x, x):
+        return x
     root = checked_root("broadcast", root, world)
     refuse_change(x, "x", "broadcast")  # on the root, too: else it would wait for the others
     plan = _planned("broadcast", x, _MOVED, algorithm, world, root)
-    if plan.repeat(world, x, x):
-        return x
     staged = _broadcast_memory(x, world.rank == root)
     plan.move(world, flat(staged), root)
     return _received("broadcast", staged, x, world.rank == root)
@@ -398,11 +402,12 @@ def broadcast(x: ArrayT, root: int = 0, world: World | None = None, algorithm: s
 def ibroadcast(x: ArrayT, root: int = 0, world: World | None = None, algorithm: str = "auto") -> Operation[ArrayT]:
     """Start a `broadcast`, with the same arguments and errors; see `iallreduce`."""
     world = ranks_of(world)
+    begin = _repeated(world, x, "ibroadcast", _MOVED, algorithm, root)
+    if begin is not None and (operation := begin(lambda: x, None, x, x)) is not None:
+        return operation  # type: ignore[no-any-return]
     root = checked_root("ibroadcast", root, world)
     refuse_change(x, "x", "ibroadcast")
     plan = _planned("ibroadcast", x, _MOVED, algorithm, world, root)
-    if (operation := plan.awaited(world, x, x, x)) is not None:
-        return operation
     staged = _broadcast_memory(x, world.rank == root)
 
     def steps() -> StepsTo[ArrayT]:
@@ -452,13 +457,12 @@ def reduce(
         The result on ``root``, ``x`` on other ranks.
     """
     world = ranks_of(world)
-    root = checked_root("reduce", root, world)
-    is_root = world.rank == root
-    target = out if is_root and out is not None else x
-    if target is x or (type(x) is type(target) is np.ndarray and x.shape == target.shape):
-        plan = _planned("reduce", x, op, algorithm, world, root, prescale, postscale)
-        if plan.repeat(world, x, target):
+    repeat = _repeated(world, x, "reduce", op, algorithm, root, prescale, postscale)
+    if repeat is not None:
+        target = x if out is None or world.rank != root else out
+        if (target is x or (type(target) is np.ndarray and x.shape == target.shape)) and repeat(x, target):
             return target
+    root = checked_root("reduce", root, world)
     plan, staged, target = _rooted("reduce", x, op, root, world, algorithm, out, prescale, postscale)
     plan.run(world, flat(staged), root)
     if world.rank == root and staged is not target:
@@ -480,11 +484,14 @@ def ireduce(
 ) -> Operation[ArrayT]:
     """Start a `reduce`, with the same arguments and errors; see `iallreduce`."""
     world = ranks_of(world)
+    begin = _repeated(world, x, "ireduce", op, algorithm, root, prescale, postscale)
+    if begin is not None:
+        target = x if out is None or world.rank != root else out
+        is_alike = target is x or (type(target) is np.ndarray and x.shape == target.shape)
+        if is_alike and (operation := begin(lambda: target, None, x, target)) is not None:
+            return operation  # type: ignore[no-any-return]
     root = checked_root("ireduce", root, world)
     plan, staged, target = _rooted("ireduce", x, op, root, world, algorithm, out, prescale, postscale)
-    is_staged = world.rank != root or staged is target
-    if is_staged and (operation := plan.awaited(world, target, staged, staged)) is not None:
-        return operation
 
     def steps() -> StepsTo[ArrayT]:
         yield from plan.machine(world, flat(staged), root)
@@ -557,8 +564,8 @@ class _Plan:
     reduction: Reduction
     call: Call
     bound: Callable[..., Any] | None = None
-    """A repeated call as one kernel call, see `intra_node.BoundExchange.direct_call`; of a nonblocking collective its
-    ``awaited_call``. None before the first call, and without a kernel.
+    """A repeated call as one kernel call, see `repeated.BoundExchange.direct_call`; of a nonblocking collective its
+    ``started_call``. None before the first call, and without a kernel.
     """
     has_run: bool = False
 
@@ -569,8 +576,10 @@ class _Plan:
         self.has_run = True
         exchange = self.algorithm.bound(world, self.call, *arguments)
         if exchange is not None:
-            is_started = self.call.operation.startswith("i")
-            self.bound = (exchange.awaited_call if is_started else exchange.direct_call)(world, self.call)
+            if self.call.operation.startswith("i"):
+                self.bound = exchange.started_call(world, self.call, arguments[0].nbytes <= SHORT_NBYTES)
+            else:
+                self.bound = exchange.direct_call(world, self.call)
 
     def run(self, world: World, x: np.ndarray, *root: int, result: np.ndarray | None = None) -> None:
         """Reduce ``x``, shape ``(count,)``, in place, or this rank's shard into ``result``.
@@ -578,7 +587,7 @@ class _Plan:
         With a ``result``, ``x`` is unchanged if `bound` is set.
         """
         if self.bound is not None:
-            if self.bound(world, x, x if result is None else result):
+            if self.bound(x, x if result is None else result):
                 return
             x = x if result is None else x.copy()
         if world.size == 1:
@@ -590,7 +599,7 @@ class _Plan:
 
     def move(self, world: World, x: np.ndarray, *root: int) -> None:
         """Broadcast ``x``, shape ``(count,)``, or complete it with the shards of all ranks."""
-        if self.bound is not None and root and self.bound(world, x, x):
+        if self.bound is not None and root and self.bound(x, x):
             return
         self.algorithm.run(world, self.call, x, *root)
         self._bind(world, x, *root)
@@ -609,16 +618,6 @@ class _Plan:
         if world.size > 1:
             yield from self.algorithm.machine(world, self.call, x, *root)
             self._bind(world, x, *root)
-
-    def repeat(self, world: World, x: Any, out: Any) -> bool:
-        """Run a repeated call that leaves its result in ``out``, which may be ``x``; return False for the usual way."""
-        return self.bound is not None and protection_of(out) is None and self.bound(world, x, out)
-
-    def awaited(self, world: World, result: T, x: Any, out: Any) -> Operation[T] | None:
-        """Return the operation of a `repeat` whose caller waits at once; None for the usual way."""
-        if self.bound is None or protection_of(out) is not None:
-            return None
-        return self.bound(world, lambda: result, None, x, out)  # type: ignore[no-any-return]
 
     def _of_one(self, x: np.ndarray, result: np.ndarray | None) -> None:
         if self.reduction.prescale != 1 or self.reduction.postscale != 1:
@@ -675,6 +674,29 @@ _BOOLS = {"sum": "max", "max": "max", "prod": "min", "min": "min"}
 """The reductions of bools as bytes."""
 
 
+def _repeated(
+    world: World,
+    x: Array,
+    operation: str,
+    op: str | Monoid,
+    algorithm: str,
+    root: int = 0,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+) -> Callable[..., Any] | None:
+    """Return `_Plan.bound` of an earlier call with equal arguments, for an array of this shape; None without one.
+
+    Its kernel checks whether the arrays are alike in all else.
+    """
+    if type(x) is not np.ndarray or type(root) is not int:
+        return None
+    try:
+        plans = world.kept.get(CHOICES, _NO_PLANS)
+        return plans.get((operation, x.shape, op, algorithm, root, prescale, postscale))  # type: ignore[no-any-return]
+    except TypeError:  # an argument of a wrong type: `_planned` raises the error for it
+        return None
+
+
 def _planned(
     operation: str,
     x: Array,
@@ -720,6 +742,8 @@ def _planned(
             plans[key] = plan
     if by_monoid:  # the cached plan may be of another function with the same name
         return _Plan(plan.algorithm, resolve(operation, op, x.dtype), plan.call)
+    if plan.bound is not None and not fact:
+        world.kept[CHOICES][operation, x.shape, op, algorithm, root, prescale, postscale] = plan.bound
     return plan
 
 

@@ -22,6 +22,7 @@ from ..comm import World
 from ..comm.communicator import StepsTo, bounds
 from ..comm.consistency import Call
 from ..comm.progress import Operation, ProgressEngine, run_until_complete
+from ..comm.repeated import SHORT_NBYTES
 from ..comm.watchdog import Watchdog
 from ..core.arrays import Array, dtype_name, dtype_of_char, from_host, in_kind_of_sender, kind_number
 from ..core.checks import choices, described
@@ -30,7 +31,7 @@ from ..errors import MismatchError, UnsupportedError
 from . import algorithm_choice, intra_node
 from . import blocks as block_algorithms
 from .blocks import BlockLayout, Blocks, offsets
-from .staging import accepts_tensors, bring_back, bytes_of, check_like, checked_root, kind_of_call, movable, ranks_of
+from .staging import accepts_tensors, bring_back, bytes_of, check_like, checked_root, movable, present, ranks_of
 
 ArrayT = TypeVar("ArrayT", bound=Array)
 """The kind of arrays that a call takes and returns."""
@@ -232,8 +233,8 @@ def run(name: str, world: World | None, x: Any, *arguments: Any, out: Array | No
     """
     world = ranks_of(world)
     key = _key_of(name, x, arguments)
-    repeated: _Repeated | None = None if key is None else world.kept.get(_Repeated, _NOTHING).get(key)
-    if repeated is not None and (result := repeated.run(world, x, arguments, out)) is not _USUALLY:
+    again: _Again | None = None if key is None else world.kept.get(_remember, _NOTHING).get(key)
+    if again is not None and (result := again(world, x, arguments, out)) is not _USUALLY:
         return result
     exchange = _EXCHANGES[name](name, world, x, *arguments, out)
     result = run_exchange(exchange, world, x)
@@ -246,26 +247,25 @@ def _remember(key: object, exchange: Exchange, world: World, x: np.ndarray | Non
     """Let calls with a key repeat an exchange of ``x`` that has ended."""
     if exchange.moved is None:
         return
-    known: dict[object, _Repeated | None] = world.keep(_Repeated, dict)
+    known: dict[object, _Again | None] = world.keep(_remember, dict)
     if len(known) >= _MOST_REPEATED:
         known.clear()
-    known[key] = _repeated_of(exchange, world, x)
+    known[key] = _again_of(exchange, world, x)
 
 
 def start(name: str, world: World | None, x: Any, *arguments: Any, out: Array | None = None) -> Operation[Any]:
     """Start an operation of this module, or an allgather, by the name of its nonblocking function.
 
-    A repeated call inside a node for which the caller waits at once is one kernel call, as in `run`.
+    A repeated call inside a node begins by one kernel call, as in `run`, if it is short or its caller waits at once.
     """
     world = ranks_of(world)
-
-    key = _key_of(name, x, arguments) if ProgressEngine.of(world).is_awaited else None
-    repeated: _Repeated | None = None if key is None else world.kept.get(_Repeated, _NOTHING).get(key)
-    if repeated is not None and (operation := repeated.run(world, x, arguments, out)) not in (None, _USUALLY):
+    key = _key_of(name, x, arguments)
+    again: _Again | None = None if key is None else world.kept.get(_remember, _NOTHING).get(key)
+    if again is not None and (operation := again(world, x, arguments, out)) is not _USUALLY:
         return operation  # type: ignore[no-any-return]
     exchange = _EXCHANGES[name.removeprefix("i")](name, world, x, *arguments, out)
     operation = start_exchange(exchange, world, x)
-    if key is not None and exchange.shares(world):
+    if key is not None and again is None and exchange.shares(world):
         operation.add_done_callback(lambda: _remember(key, exchange, world, x))
     return operation
 
@@ -298,62 +298,51 @@ _USUALLY = object()
 """In place of a result: the call must be made in the usual way."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Repeated:
-    """A call that moves what an earlier one has moved."""
+_Again = Callable[[World, Any, tuple[Any, ...], Any], Any]
+"""``again(world, x, arguments, out)`` makes a call that moves what an earlier one has moved, with the arguments of
+`run`; it returns the result, or `_USUALLY`.
+"""
 
-    name: str
-    """The name of the function."""
-    moved: Moved
 
-    def run(self, world: World, x: Any, arguments: tuple[Any, ...], out: Any) -> Any:
-        """Return the result, or `_USUALLY`; arguments as for the function `run`."""
-        moved = self.moved
-        received = out
-        if moved.finish is _none:
-            received = None
-        elif out is None:
-            received = kernels.empty(moved.shape, moved.dtype)
-        elif protection_of(out) is not None:
+def _again_in_memory(moved: Moved, call: Callable[[Any, Any], bool]) -> _Again:
+    """Return a repeated call whose exchange is one kernel ``call``."""
+    shape, dtype, finish, has_result = moved.shape, moved.dtype, moved.finish, moved.finish is not _none
+    is_finished = finish is _unchanged
+
+    def again(world: World, x: Any, arguments: tuple[Any, ...], out: Any) -> Any:
+        received = None if not has_result else kernels.empty(shape, dtype) if out is None else out  # `Moved.memory`
+        if not call(x, received):
             return _USUALLY
-        return self._run(world, x, arguments, out, received)
+        return received if is_finished else finish(received)
 
-    def _run(self, world: World, x: Any, arguments: tuple[Any, ...], out: Any, received: Any) -> Any:
-        """Move ``x`` to ``received``, None on a rank without a result; `_USUALLY`, too, for arrays that do not fit."""
-        raise NotImplementedError
-
-    def exchange(self, world: World, x: Any, arguments: tuple[Any, ...], out: Any) -> Exchange:
-        """Return the exchange of a call that other ranks do not repeat."""
-        return _EXCHANGES[self.name.removeprefix("i")](self.name, world, x, *arguments, out)
+    return again
 
 
-@dataclass(frozen=True, slots=True)
-class _RepeatedInMemory(_Repeated):
-    """One whose exchange is one kernel call."""
+def _again_started(name: str, moved: Moved, begin: Callable[..., Operation[Any] | None]) -> _Again:
+    """Return a repeated nonblocking call whose exchange is one kernel call."""
 
-    bound: Callable[[World, Any, Any], bool]
+    def again(world: World, x: Any, arguments: tuple[Any, ...], out: Any) -> Any:
+        received = moved.memory(out)
 
-    def _run(self, world: World, x: Any, arguments: tuple[Any, ...], out: Any, received: Any) -> Any:
-        return self.moved.finish(received) if self.bound(world, x, received) else _USUALLY
-
-
-@dataclass(frozen=True, slots=True)
-class _RepeatedAndAwaited(_Repeated):
-    """A nonblocking one whose exchange is one kernel call, and whose caller waits at once."""
-
-    bound: Callable[..., Operation[Any] | None]
-
-    def _run(self, world: World, x: Any, arguments: tuple[Any, ...], out: Any, received: Any) -> Any:
         def usual(ticket: int) -> StepsTo[Any]:
-            return _Movement(self.exchange(world, x, arguments, out), world).steps(ticket=ticket)
+            return _Movement(_exchange_of(name, world, x, arguments, out), world).steps(ticket=ticket)
 
-        return self.bound(world, lambda: self.moved.finish(received), usual, x, received)
+        operation = begin(lambda: moved.finish(received), usual, x, received)
+        return _USUALLY if operation is None else operation
+
+    return again
+
+
+def _exchange_of(name: str, world: World, x: Any, arguments: tuple[Any, ...], out: Any) -> Exchange:
+    """Return the exchange of a call of the function ``name``."""
+    return _EXCHANGES[name.removeprefix("i")](name, world, x, *arguments, out)
 
 
 @dataclass(frozen=True, slots=True)
-class _RepeatedByMessages(_Repeated):
-    """One whose data are sent along with the counts."""
+class _AgainByMessages:
+    """A repeated call whose data are sent along with the counts."""
 
+    moved: Moved
     call: Call
     numbers: np.ndarray
     """Shape ``(k + 1,)``, int64: this rank's counts and the bytes of its data."""
@@ -361,8 +350,11 @@ class _RepeatedByMessages(_Repeated):
     """Shape ``(n, k + 1)``: those of all ranks."""
     inline_nbytes: int
 
-    def _run(self, world: World, x: Any, arguments: tuple[Any, ...], out: Any, received: Any) -> Any:
+    def __call__(self, world: World, x: Any, arguments: tuple[Any, ...], out: Any) -> Any:
         progress, moved = ProgressEngine.of(world), self.moved
+        received = moved.memory(out)
+        if received is not None and protection_of(received) is not None:
+            return _USUALLY
         fits = received is None or (
             type(received) is np.ndarray
             and (received.shape, received.dtype) == (moved.shape, moved.dtype)
@@ -380,7 +372,7 @@ class _RepeatedByMessages(_Repeated):
             if (gathered[:, :k] == self.of_all).all():
                 Blocks(moved.layout, sent, data).fill(gathered.view(np.uint8)[:, 8 * k :])
                 return moved.finish(received)
-            exchange = self.exchange(world, x, arguments, out)
+            exchange = _exchange_of(self.call.operation, world, x, arguments, out)
             return run_until_complete(_Movement(exchange, world).continued(gathered))
         finally:
             watchdog.leave(watched)
@@ -396,7 +388,7 @@ def _with_data(numbers: np.ndarray, sent: np.ndarray, inline_nbytes: int) -> np.
     return joined
 
 
-def _repeated_of(exchange: Exchange, world: World, x: np.ndarray | None) -> _Repeated | None:
+def _again_of(exchange: Exchange, world: World, x: np.ndarray | None) -> _Again | None:
     """Return the repetition of an exchange of ``x`` that has ended; None if that would save nothing."""
     if exchange.moved is None:
         return None
@@ -409,13 +401,14 @@ def _repeated_of(exchange: Exchange, world: World, x: np.ndarray | None) -> _Rep
         if bound is None:
             return None
         if name.startswith("i"):
-            return _RepeatedAndAwaited(name, moved, bound.awaited_call(world, call))
-        return _RepeatedInMemory(name, moved, bound.direct_call(world, call))
+            longest = max(exchange.sent.size, math.prod(moved.shape) * moved.dtype.itemsize)
+            return _again_started(name, moved, bound.started_call(world, call, longest <= SHORT_NBYTES))
+        return _again_in_memory(moved, bound.direct_call(world, call))
     if exchange.nbytes_of_all is None:
         return None
     numbers = np.array([*exchange.counts, exchange.sent.size], np.int64)
     of_all = np.column_stack([counts, exchange.nbytes_of_all])
-    return _RepeatedByMessages(name, moved, call, numbers, of_all, _inline_nbytes(exchange, world))
+    return _AgainByMessages(moved, call, numbers, of_all, _inline_nbytes(exchange, world))
 
 
 _NO_BYTES = np.empty(0, np.uint8)
@@ -458,6 +451,12 @@ class Moved:
     dtype: np.dtype
     finish: Callable[[Any], Any] = _unchanged
     """Makes the result from the received array; keeps no array."""
+
+    def memory(self, out: Any) -> Any:
+        """Return the memory for what is received, perhaps an ``out`` that does not fit; None without a result."""
+        if self.finish is _none:
+            return None
+        return kernels.empty(self.shape, self.dtype) if out is None else out
 
 
 @dataclass
@@ -716,7 +715,7 @@ def scatter_exchange(
                 host, rows = _divided(name, x, splits, n)
             else:
                 host, rows, at = movable(name, x), list(splits or ()), places
-            header = [*rows, ord(host.dtype.char), kind_number(kind_of_call())]
+            header = [*rows, ord(host.dtype.char), kind_number(present.kind)]
             counts[: n + 1 + host.ndim] = [*header, *(axis + 1 for axis in host.shape[1:])]
         except UnsupportedError as error:  # the others wait for this rank
             failure = error
@@ -793,8 +792,10 @@ def alltoall_exchange(
 
 
 def barrier_exchange(name: str, world: World, x: None, out: None) -> Exchange:
-    """Return the exchange of a barrier."""
-    return comparison(Call(name))
+    """Return the exchange of a barrier, which moves nothing."""
+    layout = block_algorithms.scatter_layout([0] * world.size, world.rank, 0)
+    moved = Moved(layout, "direct", (0,), np.dtype(np.uint8), _none)
+    return Exchange(Call(name), [], lambda _: moved, _NO_BYTES)
 
 
 def comparison(call: Call) -> Exchange:

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -27,9 +27,10 @@ from .. import kernels
 from ..comm import Reduction, World
 from ..comm.communicator import OPS, Steps, StepsTo, bounds, real_numbers, split
 from ..comm.consistency import Call, Calls, InMemory
-from ..comm.progress import Operation, ProgressEngine, run_until_complete
+from ..comm.progress import run_until_complete
+from ..comm.repeated import BoundExchange
 from ..core.arrays import words
-from ..errors import UnsupportedError, WorldAborted
+from ..errors import UnsupportedError
 from .blocks import BlockLayout, Blocks, allgather_layout, broadcast_layout
 
 T = TypeVar("T")
@@ -68,106 +69,6 @@ pieces take longer between the cores (Zen 1: 20 ms for 64 MB each way) than the 
 _MARK_NBYTES, _MEET = 64, Call("preparation of the node's memory")
 _LEAST_COUNTS = 80
 """Counts that a rank announces at once, beside two for each rank."""
-
-
-class BoundExchange(NamedTuple):
-    """An exchange of arrays of one dtype and size, ready to be called again; see `kernels.shm_repeated`."""
-
-    kernel: Callable[[int, int], int]
-    """``kernel(id(x), id(out))`` runs the exchange if both are arrays like those of the first call."""
-    done: int
-    """The value that the kernel returns when the exchange is complete."""
-    other: int
-    """The value that it returns for other arrays, of which it changes nothing."""
-    resume: Callable[[int, Exchange, tuple[int, int], Call], bool]
-    """``resume(returned, kernel, objects, call)`` blocks until it is complete after the kernel has returned another
-    value; returns False if the ranks have announced other counts than before.
-    """
-    not_yet: Callable[[int, Call], Steps]
-    """``not_yet(returned, call)`` waits, as an algorithm, after the kernel has returned another value."""
-    calls: InMemory
-
-    def direct_call(self, world: World, call: Call) -> Callable[[World, Any, Any], bool]:
-        """Return a function ``run(world, x, out)`` that makes a repeated ``call`` with little work around the kernel.
-
-        It returns False if the call must be made in the usual way, also for objects that are no arrays like those of
-        the first call. Everything that does not change from call to call is looked up here. The watchdog sees a call
-        only if it waits longer than the kernel does, a fraction of a second.
-        """
-        kernel, done, other, resume, _, memory = self
-        progress = ProgressEngine.of(world)
-        watchdog, calls, active = progress.watchdog, progress.calls, progress.active
-
-        def run(world: World, x: Any, out: Any) -> bool:
-            if world.meetings or active.running:
-                return False
-            if not memory.is_patient:
-                memory.be_patient()
-            watchdog.calls += 1
-            calls.number += 1
-            met = kernel(id(x), id(out))
-            if met == done:
-                return True
-            watched = call.operation, x
-            watchdog.enter(watched)
-            try:
-                if met != other and resume(met, kernel, (id(x), id(out)), call):
-                    return True
-            finally:
-                watchdog.leave(watched)
-            watchdog.calls -= 1
-            calls.number -= 1
-            return False
-
-        return run
-
-    def awaited_call(self, world: World, call: Call) -> Callable[..., Operation[Any] | None]:
-        """Return a function that makes a repeated nonblocking ``call`` for a caller that waits at once.
-
-        ``start(world, finish, usual, x, out)`` returns the operation, which is complete if all ranks arrive while the
-        kernel polls; its result is ``finish()``. The steps ``usual(ticket)`` go on if ranks announce other counts than
-        before. It returns None if the call must be made in the usual way.
-        """
-        kernel, done, other, _, not_yet, memory = self
-        changed = memory.exchange.CHANGED
-        progress = ProgressEngine.of(world)
-        watchdog, calls, active, name = progress.watchdog, progress.calls, progress.active, call.operation
-
-        def rest(met: int, ticket: int, finish: Callable[[], T], usual: Any, x: Any, out: Any) -> StepsTo[T]:
-            try:
-                while met not in (done, changed):
-                    yield from not_yet(met, call)
-                    met = kernel(id(x), id(out))
-            finally:
-                if met != changed:
-                    memory.end()
-            return finish() if met == done else (yield from usual(ticket))
-
-        def start(world: World, finish: Callable[[], T], usual: Any, x: Any, out: Any) -> Operation[T] | None:
-            if not progress.is_awaited or world.meetings or not progress.turn.acquire(blocking=False):
-                return None
-            try:
-                if active.running:
-                    return None
-                calls.number += 1
-                ticket = memory.begin()
-                memory.spin()
-                met = kernel(id(x), id(out))
-                memory.wait_shortly(False)
-                if met in (done, other):
-                    memory.end()
-                if met == other:
-                    calls.number -= 1
-                    return None
-                if met == done:
-                    watchdog.calls += 1
-                    return progress.ended(name, finish())
-            finally:
-                progress.turn.release()
-            with watchdog.watching(name, x):
-                return progress.start(name, rest(met, ticket, finish, usual, x, out), x)
-
-        return start
 
 
 class _Staging:
@@ -246,10 +147,10 @@ class _Staging:
             return None
         rule = repeated.APART_OR_SAME if name == "sum_to_root" else repeated.APART
         name = name or ("sum_by_all" if x.nbytes <= self._by_all_nbytes else "sum_by_owners")
-        alike = repeated.arrays_like((x.dtype, x.size, None), out, rule)
-        table = repeated.sum_table(alike, staging, self._counters, self._state, call.signature, root)
-        factors = np.array(op.factors(self._memory.size), x.dtype)
-        return self._bound(partial(getattr(repeated, f"{name}_at"), table, factors))
+        factors = op.factors(self._memory.size)
+        words = repeated.words_of_sum(staging, self._counters, self._state, call.signature, root, factors)
+        table = repeated.table_of((x.dtype, x.size, None), out, rule, words)
+        return self._bound(repeated.bound(getattr(repeated, f"{name}_at"), table, dtype=x.dtype))
 
     def bound_moves(
         self,
@@ -273,12 +174,11 @@ class _Staging:
         repeated = self._repeated
         if len(counts) > self._board.shape[2] - 2:
             return None
-        alike = repeated.arrays_like(x, out, repeated.ANY)
-        table = np.concatenate([alike, self._repetition(layout, call, counts, known)], dtype=np.int64)
-        return self._bound(partial(repeated.exchange_at, table))
+        table = repeated.table_of(x, out, repeated.ANY, self._repetition(layout, call, counts, known))
+        return self._bound(repeated.bound(repeated.exchange_at, table))
 
     def _bound(self, kernel: Callable[[int, int], int]) -> BoundExchange:
-        return BoundExchange(kernel, self._done, self._repeated.OTHER, self._resume, self._not_yet, self._calls)
+        return BoundExchange(kernel, self._done, self._repeated.OTHER, self._calls)
 
     def shards_of(self, x: np.ndarray, op: Reduction, call: Call) -> Exchange | None:
         """Return the kernel ``sum(x, out)`` of this rank's shard of arrays like ``x``; None if there is none."""
@@ -299,21 +199,8 @@ class _Staging:
     def _run(self, exchange: Exchange, arrays: tuple[np.ndarray, ...], call: Call) -> None:
         """Run an exchange to its end, blocking."""
         self._calls.be_patient()
-        if (met := exchange(*arrays)) != self._done:
-            self._resume(met, exchange, arrays, call)
-
-    def _resume(self, met: int, exchange: Exchange, arrays: tuple[Any, ...], call: Call) -> bool:
-        """Block until an exchange that has returned ``met`` is complete; return False if counts have changed.
-
-        Raises:
-            MismatchError: the ranks made different calls.
-        """
-        while met != self._done:
-            if met == self._changed:
-                return False
-            run_until_complete(self._not_yet(met, call))
-            met = exchange(*arrays)
-        return True
+        while (met := exchange(*arrays)) != self._done:
+            run_until_complete(self._calls.not_yet(met, call))
 
     def moves(self, layout: BlockLayout, call: Call) -> Exchange:
         """Return the kernel ``move(sent, received)`` of a layout that all ranks know."""
@@ -336,7 +223,7 @@ class _Staging:
         yield from self._calls.turn(self._calls.begin(), patient=False)
         try:
             while (met := exchange(*arrays)) != self._done:
-                yield from self._not_yet(met, call)
+                yield from self._calls.not_yet(met, call)
         finally:
             self._calls.end()
 
@@ -373,7 +260,7 @@ class _Staging:
                 where = self._direct, self._rows, self._counters, state, kind
                 announce = partial(self._moving.announce, piece, board, *where)
                 while (met := announce(data)) != self._done:
-                    yield from self._not_yet(met, call)
+                    yield from self._calls.not_yet(met, call)
                 pieces.append(board[state[self._exchange.HALF], :, : piece.size].copy())
                 if first < last:
                     self._moving.leave(state)
@@ -386,7 +273,7 @@ class _Staging:
         """Move the blocks of all ranks, after `gather` with the same call."""
         move = partial(self._moving.exchange, *self._move_arguments(blocks.layout, call))
         while (met := move(blocks.sent, blocks.received)) != self._done:
-            yield from self._not_yet(met, call)
+            yield from self._calls.not_yet(met, call)
 
     def _move_arguments(self, layout: BlockLayout, call: Call) -> tuple[Any, ...]:
         moving, n = self._moving, self._memory.size
@@ -410,30 +297,14 @@ class _Staging:
                 yield from self._reduce_by_owners(flat, op, call)
                 return
             while (met := exchange(numbers)) != self._done:
-                yield from self._not_yet(met, call)
+                yield from self._calls.not_yet(met, call)
         finally:
             self._calls.end()
-
-    def _not_yet(self, met: int, call: Call) -> Steps:
-        """Wait after an exchange that is not complete yet.
-
-        Raises:
-            MismatchError: the ranks made different calls.
-        """
-        if met == self._different:
-            yield from self._calls.difference(call)
-        if met == self._exchange.UNREADABLE:
-            raise WorldAborted(
-                call.operation,
-                expected="the memory of the node's other ranks",
-                got="an error of process_vm_readv(2) or process_vm_writev(2)",
-            )
-        yield [self._calls.arrival]
 
     def _meet(self, call: Call) -> Steps:
         n = self._memory.size
         while (met := self._exchange.meet(self._counters, n, self._state, call.signature)) != self._done:
-            yield from self._not_yet(met, call)
+            yield from self._calls.not_yet(met, call)
 
     def _reduce_by_owners(self, flat: np.ndarray, op: Reduction, call: Call) -> Steps:
         """Run `shm_exchange.sum_by_owners` for any dtype and reduction, with one kernel call per step."""

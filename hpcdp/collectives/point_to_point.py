@@ -24,7 +24,7 @@ from ..comm.node_messages import KERNEL_SPINS, SPINS, YIELDS, Mailbox, OfferedDa
 from ..comm.progress import NOT_YET, Operation, ProgressEngine, TaskGroup
 from ..core.arrays import Array, dtype_of_char, in_kind_of_sender, kind_number
 from ..core.checks import whole_number
-from ..core.state import protection_of
+from ..core.state import held, protection_of
 from ..errors import MismatchError
 from .data_movement import ArrayT
 from .staging import (
@@ -34,8 +34,8 @@ from .staging import (
     check_array,
     check_writeable,
     checked_root,
-    kind_of_call,
     movable,
+    present,
     ranks_of,
 )
 
@@ -56,6 +56,9 @@ _MOST_HEADER = _WORD * (_SHAPE + _MOST_AXES + 1)
 """The longest message without data."""
 _MOST_KNOWN = 4096
 """The most kinds of messages whose calls a rank keeps."""
+_QUICK = "short messages"
+"""The key of a world's functions that make the calls of short messages by one kernel call, by their arguments."""
+_NOTHING: dict[object, Any] = {}
 
 
 @accepts_tensors
@@ -76,6 +79,10 @@ def send(x: Array, dest: int, tag: int = 0, world: World | None = None) -> None:
         ConfigError: the tag is not valid.
     """
     world = ranks_of(world)
+    if type(x) is np.ndarray and type(dest) is int and type(tag) is int:
+        push = world.kept.get(_QUICK, _NOTHING).get(("send", dest, tag, x.shape, x.dtype, present.kind))
+        if push is not None and push(x):
+            return
     requests, dest = _sent(x, dest, tag, world, may_poll=True)
     if requests:
         _wait_for_sent(requests, x, dest, world)
@@ -101,7 +108,7 @@ def _sent(x: Array, dest: int, tag: int, world: World, may_poll: bool = False) -
     known: dict[object, Callable[[np.ndarray, bool], list[Request]]] = world.kept.get(_sent) or world.keep(_sent, dict)
     key = None
     if type(x) is np.ndarray and x.flags.carray and type(dest) is int and type(tag) is int:
-        key = dest, tag, x.shape, x.dtype, kind_of_call()
+        key = dest, tag, x.shape, x.dtype, present.kind
         if (send := known.get(key)) is not None:
             return send(x, may_poll), dest
     dest, tag = checked_root("send", dest, world, "dest"), _checked_tag("send", tag)
@@ -111,7 +118,19 @@ def _sent(x: Array, dest: int, tag: int, world: World, may_poll: bool = False) -
         if len(known) >= _MOST_KNOWN:
             known.clear()
         known[key] = send
+        mailbox = _mailbox_of(world, dest)
+        if mailbox is not None and host.nbytes <= SHORT_IN_NODE_NBYTES:
+            header = _header(host, kind_number(present.kind), _WITHIN)
+            _remember(world, ("send", *key), mailbox.pusher(dest, _checked_tag("send", tag), header, host))
     return send(host, may_poll), dest
+
+
+def _remember(world: World, key: object, call: Callable[..., Any]) -> None:
+    """Let a call that is like an earlier one be a single ``call`` of a kernel."""
+    quick: dict[object, Callable[..., Any]] = world.keep(_QUICK, dict)
+    if len(quick) >= _MOST_KNOWN:
+        quick.clear()
+    quick[key] = call
 
 
 def _header(x: np.ndarray, kind: int, data: int) -> np.ndarray:
@@ -121,7 +140,7 @@ def _header(x: np.ndarray, kind: int, data: int) -> np.ndarray:
 
 def _sender_of(x: np.ndarray, dest: int, tag: int, world: World) -> Callable[[np.ndarray, bool], list[Request]]:
     """Return a function ``send(x, may_poll)`` for arrays like ``x``, contiguous and in host memory; see `_sent`."""
-    comm, mailbox, kind = world.comm, _mailbox_of(world, dest), kind_number(kind_of_call())
+    comm, mailbox, kind = world.comm, _mailbox_of(world, dest), kind_number(present.kind)
     is_short = x.nbytes <= (SHORT_NBYTES if mailbox is None else SHORT_IN_NODE_NBYTES)
     number, data_number = (_tag(comm, tag, is_data) for is_data in (0, 1))
     header = _header(x, kind, _WITHIN if is_short else _FOLLOW)
@@ -215,6 +234,10 @@ def recv(out: Array | None = None, source: int | None = 0, tag: int = 0, world: 
         ConfigError: the tag is not valid.
     """
     world = ranks_of(world)
+    if type(out) is np.ndarray and type(source) is int and type(tag) is int:
+        take = world.kept.get(_QUICK, _NOTHING).get(("recv", source, tag, out.shape, out.dtype))
+        if take is not None and not (held and protection_of(out)) and take(out):
+            return out
     known = _known_receive(out, source, tag, world)
     if known is not None and (taken := known.take(out, source)) is not None:
         return taken.wait(world)
@@ -368,8 +391,11 @@ class _Receiving:
         header = _header(received, kind_number(None) if anonymous else _ANY, _WITHIN if is_short else _OFFERED)
         instead = None if is_short else self._inbox.data_by_mpi
         now = mailbox.receiver(self._source, self._tag, header, instead, received)
-        active = ProgressEngine.of(self._world).active
-        known[key] = _Known(shape, dtype, now, KERNEL_SPINS if self._spins else 0, self._inbox, active)
+        active, spins = ProgressEngine.of(self._world).active, KERNEL_SPINS if self._spins else 0
+        known[key] = _Known(shape, dtype, now, spins, self._inbox, active)
+        if is_short and not anonymous and self._source is not None:
+            take = mailbox.taker(self._source, self._tag, header, received, spins, (self._inbox.waiting, active))
+            _remember(self._world, ("recv", *key), take)
 
     def _is_here_soon(self) -> bool:
         """Start it; return whether a short message for it arrives while this thread spins, as most do."""
@@ -484,9 +510,21 @@ def sendrecv(
         HpcdpError: as `send` and `recv`.
     """
     world = ranks_of(world)
+    key = swap = None
+    if type(x) is type(out) is np.ndarray and type(dest) is type(source) is type(tag) is int:
+        key = dest, source, tag, x.shape, out.shape, present.kind  # the kernel compares the dtypes
+        swap = world.kept.get(_QUICK, _NOTHING).get(key)
+        if swap is not None and not (held and protection_of(out)):
+            is_sent, is_received = swap(x, out)
+            if is_received:
+                return out
+            if is_sent:
+                return _Receiving(out, source, tag, world).run()
     known = _known_receive(out, source, tag, world)
     receiving = None if known is not None else _Receiving(out, source, tag, world)  # raises before anything is sent
     requests, dest = _sent(x, dest, tag, world)
+    if key is not None and swap is None and known is not None and not requests:
+        _remember_swap(key, x, out, known, world)
     taken = None if known is None else known.take(out, source, sent=requests)
     if taken is not None:
         received = taken.wait(world)
@@ -495,6 +533,17 @@ def sendrecv(
     if requests:
         _wait_for_sent(requests, x, dest, world)
     return received
+
+
+def _remember_swap(key: tuple[Any, ...], x: np.ndarray, out: Any, known: _Known, world: World) -> None:
+    """Let a `sendrecv` with this key be a single call of a kernel, if both messages are short and in the node."""
+    (dest, source, tag), mailbox = key[:3], _mailbox_of(world, key[0])
+    is_short = max(x.nbytes, out.nbytes) <= SHORT_IN_NODE_NBYTES
+    if mailbox is None or mailbox is not _mailbox_of(world, source) or not is_short:
+        return
+    headers = _header(x, kind_number(present.kind), _WITHIN), _header(out, _ANY, _WITHIN)
+    before = known.inbox.waiting, known.active
+    _remember(world, key, mailbox.swapper(dest, source, tag, headers, (x, out), known.spins, before))
 
 
 @overload

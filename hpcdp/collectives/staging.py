@@ -77,25 +77,23 @@ def {function.__name__}({", ".join([*by_place, *star, *by_name])}):
 def _with_tensors(function: Callable[..., Any], /, **arguments: Any) -> Any:
     call = _TensorCall(function.__name__)
     arrays = {name: call.array(name, x) if name in _ARRAY_ARGUMENTS else x for name, x in arguments.items()}
-    outer, _present.kind = kind_of_call(), call.kind
+    outer, present.kind = present.kind, call.kind
     try:
         with call.order:
             result = function(**arrays)
     finally:
-        _present.kind = outer
+        present.kind = outer
     return call.in_kind(result)
 
 
 class _Present(threading.local):
+    """The call of a function of `accepts_tensors` in this thread."""
+
     kind: ArrayKind | None = None
+    """The kind of its tensors, if any."""
 
 
-_present = _Present()
-
-
-def kind_of_call() -> ArrayKind | None:
-    """Return the kind of the tensors with which this thread has called a function of `accepts_tensors`, if any."""
-    return _present.kind
+present = _Present()
 
 
 class _TensorCall:
@@ -188,6 +186,8 @@ def _copy(streams: Streams, target: Array, source: Array) -> None:
 
 def ranks_of(world: World | None) -> World:
     """Return ``world``, or the world of `init` for None."""
+    if type(world) is World:
+        return world
     if world is None:
         return init()
     if not isinstance(world, World):

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 import numpy as np
 
 from .. import errors, kernels
-from ..errors import HpcdpError, MismatchError, listed
+from ..errors import HpcdpError, MismatchError, WorldAborted, listed
 from .communicator import (
     MERGED,
     OPERATION_BITS,
@@ -391,6 +391,9 @@ class InMemory:
         self.memory = memory
         self.counters = memory.alloc((memory.size * self.exchange.STRIDE,), np.int32)
         self.state = self.exchange.state_of(memory.rank, memory.patience)
+        # Views that Python writes in a third of the time that an element of an array takes.
+        self._spins, self._sleep_ns = (self.state[i:].data for i in (self.exchange.SPINS, self.exchange.SLEEP_NS))
+        self._patience: tuple[int, int] = tuple(memory.patience.tolist())
         self.arrival = _Arrival(memory, self.counters, self.state)
         self._texts = memory.alloc((memory.size, _TEXT_NBYTES), np.uint8)
         self._meet, self._done = self.exchange.meet, self.exchange.DONE
@@ -422,9 +425,27 @@ class InMemory:
 
     def _arrive(self, call: Call) -> Steps:
         while (met := self._meet(self.counters, self.memory.size, self.state, call.signature)) != self._done:
-            if met == self._different:
-                yield from self.difference(call)
-            yield [self.arrival]
+            yield from self.not_yet(met, call)
+
+    def not_yet(self, met: int, call: Call) -> Steps:
+        """Wait after an exchange that has returned ``met`` and is not complete yet.
+
+        Raises:
+            MismatchError: the ranks made different calls.
+        """
+        if met == self._different:
+            yield from self.difference(call)
+        if met == self.exchange.UNREADABLE:
+            raise WorldAborted(
+                call.operation, expected="the memory of the node's other ranks",
+                got="an error of process_vm_readv(2) or process_vm_writev(2)",
+            )  # fmt: skip
+        yield [self.arrival]
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no exchange of `begin` is in progress."""
+        return self._served == self._tickets
 
     def begin(self) -> int:
         """Return the ticket of an exchange, which runs after all earlier ones."""
@@ -445,17 +466,17 @@ class InMemory:
         """Choose whether kernels wait for other ranks, or return at once if some have not arrived."""
         if patient != self.is_patient:
             self.is_patient = patient
-            self.state[[self.exchange.SPINS, self.exchange.SLEEP_NS]] = self.memory.patience if patient else 0
+            self._spins[0], self._sleep_ns[0] = self._patience if patient else (0, 0)
 
     def wait_shortly(self, waits: bool) -> None:
         """Let kernels that return at once wait for `_SHORT_WAIT` first, or not; for a thread with nothing to do."""
         if not self.is_patient:
-            self.state[self.exchange.SPINS], self.state[self.exchange.SLEEP_NS] = _SHORT_WAIT if waits else (0, 0)
+            self._spins[0], self._sleep_ns[0] = _SHORT_WAIT if waits else (0, 0)
 
     def spin(self) -> None:
         """Let kernels that return at once poll as often as those of a blocking call before that; see `wait_shortly`."""
         self.be_patient(False)
-        self.state[self.exchange.SPINS] = self.memory.patience[0]
+        self._spins[0] = self._patience[0]
 
     def difference(self, call: Call) -> Steps:
         """Raise the error for ranks that have made different calls; all ranks must run it.

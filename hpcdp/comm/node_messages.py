@@ -46,6 +46,14 @@ def words_for(n: int) -> int:
     return n * (_QUEUE_WORDS + _SLOTS * _OFFER_WORDS)
 
 
+_BOTH, _SENT, _NEITHER = (True, True), (True, False), (False, False)
+_LATER = -3
+Before = tuple[Sequence[object], Any]
+"""The receives with a tag that wait for a message, and the `progress.TaskGroup` of operations in progress: while there
+are any, a message may belong to one of them, and a kernel would hold them up.
+"""
+
+
 class Mailbox:
     """The messages of a rank with the others of its node; all of these ranks make theirs together.
 
@@ -87,6 +95,10 @@ class Mailbox:
         return kernels.load("shm_messages")
 
     @cached_property
+    def _bound(self) -> Callable[..., Callable[..., int]]:
+        return kernels.load("shm_repeated").bound  # type: ignore[no-any-return]
+
+    @cached_property
     def _places(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """The number, shape ``(1,)``, and the words of each offer of this rank, by slot."""
         first = self._rank * _SLOTS
@@ -107,13 +119,11 @@ class Mailbox:
             like: a contiguous array.
         """
         local, module, me = self.local_of[dest], self._kernels, self._rank
-        queue, unsent, push, push_at, done = (
-            self._queues[local], self._unsent[local], module.push, module.push_at, module.DONE
-        )  # fmt: skip
-        table = module.message_table(like.dtype, like.size, queue, me, tag, header)
+        queue, unsent, push, done = self._queues[local], self._unsent[local], module.push, module.DONE
+        push_now = self.pusher(dest, tag, header, like)
 
         def send(x: np.ndarray) -> Request | None:
-            if not unsent and push_at(table, id(x)) == done:
+            if push_now(x):
                 return None
             data = x.reshape(-1).view(np.uint8)
             if not unsent and push(queue, me, tag, header, data) == done:
@@ -121,6 +131,73 @@ class Mailbox:
             return self._send_later(local, tag, header, data.copy())
 
         return send
+
+    def pusher(self, dest: int, tag: int, header: np.ndarray, like: np.ndarray) -> Callable[[Any], bool]:
+        """Return a function ``push(x)`` that sends an array like ``like``; it returns False if `sender` is needed.
+
+        Arguments as for `sender`. It may be called with any object.
+        """
+        local, module = self.local_of[dest], self._kernels
+        queue, unsent, done = self._queues[local], self._unsent[local], module.DONE
+        table = module.message_table(like.dtype, like.size, queue, self._rank, tag, header)
+        push_at = self._bound(module.push_at, table)
+
+        def push(x: Any) -> bool:
+            return not unsent and push_at(id(x)) == done
+
+        return push
+
+    def taker(
+        self, source: int, tag: int, header: np.ndarray, like: np.ndarray, spins: int, before: Before
+    ) -> Callable[[Any], bool]:
+        """Return a function ``take(out)`` that receives a message with its data; it returns False if it has not.
+
+        Arguments as for `receiver`. It may be called with any object.
+        """
+        module, arrived, (waiting, active) = self._kernels, self._arrived, before
+        table = module.message_table(like.dtype, like.size, self._mine, self.local_of[source], tag, header)
+        receive_at, lock = self._bound(module.receive_at, table), self._taking
+        acquire, release = lock.acquire, lock.release
+
+        def take(out: Any) -> bool:
+            if waiting or active.running or not acquire(False):
+                return False
+            try:
+                return tag not in arrived and receive_at(id(out), spins) >= 0
+            finally:
+                release()
+
+        return take
+
+    def swapper(
+        self,
+        dest: int,
+        source: int,
+        tag: int,
+        headers: tuple[np.ndarray, np.ndarray],
+        like: tuple[np.ndarray, np.ndarray],
+        spins: int,
+        before: Before,
+    ) -> Callable[[Any, Any], tuple[bool, bool]]:
+        """Return a function ``swap(x, out)`` that is a `pusher` and then a `taker`; it returns what both of them do."""
+        local, module, arrived, (waiting, active) = self.local_of[dest], self._kernels, self._arrived, before
+        unsent, not_yet, lock = self._unsent[local], module.NOT_YET, self._taking
+        acquire, release = lock.acquire, lock.release
+        (header, expected), (x, out) = headers, like
+        sending = module.message_table(x.dtype, x.size, self._queues[local], self._rank, tag, header)
+        receiving = module.message_table(out.dtype, out.size, self._mine, self.local_of[source], tag, expected)
+        swap_at = self._bound(module.swap_at, sending, receiving)
+
+        def swap(x: Any, out: Any) -> tuple[bool, bool]:
+            if unsent or waiting or active.running or not acquire(False):
+                return _NEITHER
+            try:
+                sender = _LATER if tag in arrived else swap_at(id(x), id(out), spins)
+            finally:
+                release()
+            return _BOTH if sender >= 0 else _SENT if sender == not_yet else _NEITHER
+
+        return swap
 
     def send_rest(self, dest: int) -> None:
         """Send the waiting messages to a rank of the node, by its number there, until its queue is full again."""
@@ -215,14 +292,15 @@ class Mailbox:
         """
         local, module, process = -1 if source is None else self.local_of[source], self._kernels, self._process
         queue, offers, lock, ranks, arrived = self._mine, self._offers, self._taking, self._ranks, self._arrived
-        receive, receive_at = module.receive, module.receive_at
+        receive = module.receive
         table = module.message_table(like.dtype, like.size, queue, local, tag, header)
+        receive_at = self._bound(module.receive_at, table)
 
         def receive_data(out: np.ndarray, spins: int, own: OfferedData | None) -> tuple[int, Request] | None:
             if not lock.acquire(blocking=False):
                 return None
             try:
-                local_sender = -1 if tag in arrived else receive_at(table, id(out), spins)
+                local_sender = -1 if tag in arrived else receive_at(id(out), spins)
             finally:
                 lock.release()
             return None if local_sender < 0 else (ranks[local_sender], COMPLETE)

@@ -64,22 +64,24 @@ class Operation(Generic[T]):
     time, because an owner that tests rarely does other work.
     """
 
+    value: T
+    """The result, once it is complete."""
+    is_over = False
+    """True once it is complete or has failed."""
+    convert: Callable[[T], Any] | None = None
+    """Makes what `wait` returns of the result, for callers whose arrays are of another kind; `test` calls it once the
+    operation is complete, until it succeeds.
+    """
+    waited_s = 0.0
+    _tested_at: float | None = None
+
     def __init__(
         self, call: tuple[Any, ...], test: Callable[[], bool], has_ended: Callable[[], bool], watchdog: Watchdog
     ) -> None:
         self.call = call
         self.has_ended = has_ended
         """Returns whether it is complete, or raises its error, without advancing any operation."""
-        self.waited_s = 0.0
-        self.value: T
-        """The result, once it is complete."""
-        self.convert: Callable[[T], Any] | None = None
-        """Makes what `wait` returns of the result, for callers whose arrays are of another kind; `test` calls it once
-        the operation is complete, until it succeeds."""
-        self.is_over = False
-        """True once it is complete or has failed."""
         self._test, self._watchdog = test, watchdog
-        self._tested_at: float | None = None
         self._callbacks: deque[Callable[[], object]] = deque()
 
     def add_done_callback(self, callback: Callable[[], object]) -> None:
@@ -141,7 +143,10 @@ class Operation(Generic[T]):
         Raises:
             HpcdpError: the operation has failed.
         """
-        wait_for(self.test, _YIELDS)
+        if self.is_over and self.convert is None:
+            self.has_ended()
+        else:
+            wait_for(self.test, _YIELDS)
         return self.value
 
 
@@ -164,6 +169,17 @@ class PolledOperation(Operation[T]):
         if not self.is_over:
             self._progress.advance_all()
         return self.has_ended()
+
+    def wait(self) -> T:
+        """See `Operation.wait`; poll in the kernels first, as a blocking call does."""
+        if not self.is_over:
+            self._progress.spin(self)
+        return super().wait()
+
+    def watch(self) -> None:
+        """See `Operation.watch`; the progress lane polls from now on, because nobody tests the operation."""
+        super().watch()
+        self._progress.wake()
 
     def advance(self) -> bool:
         """Poll; return whether the operation is over."""
@@ -456,8 +472,7 @@ class ProgressEngine:
                 self.advance_all()
             return has_ended()
 
-        call = (f"wait for {name}", x) if peers is None else (name, x, list, OWN, *peers)
-        operation: Operation[T] = Operation(call, test, has_ended, self.watchdog)
+        operation: Operation[T] = Operation(_watched(name, x, peers), test, has_ended, self.watchdog)
         memory = self.calls.memory if self.is_awaited else None
         with self.turn:
             if memory is not None:
@@ -479,7 +494,7 @@ class ProgressEngine:
         name: str,
         poll: Callable[[], T],
         x: object,
-        peers: Sequence[int],
+        peers: Sequence[int] | None = None,
         spin: Callable[[], object] | None = None,
     ) -> Operation[T]:
         """Start an operation that ends with the result of ``poll()``, which returns `NOT_YET` before.
@@ -492,16 +507,26 @@ class ProgressEngine:
             name: as for `start`.
             poll: never blocks; called by one thread at a time.
             x: as for `start`.
-            peers: as for `start`, for an operation that not all ranks start.
+            peers: as for `start`.
             spin: polls in a kernel for what the operation waits for; None: for a message.
         """
-        operation = PolledOperation(self, (name, x, list, OWN, *peers), poll, spin)
+        operation = PolledOperation(self, _watched(name, x, peers), poll, spin)
         with self.turn:
             self._polls_left = _IDLE_POLLS
             self.active.running.append(operation)
             if not self._is_polled or (self._lingers and self._has_gpu()):
                 self._poll_on_lane()
         return operation
+
+    @property
+    def may_begin(self) -> bool:
+        """True if an operation of all ranks need not wait for earlier ones to begin."""
+        return not self._not_begun
+
+    def wake(self) -> None:
+        """Let the progress lane poll at once, if it naps or sleeps."""
+        with self.turn:
+            self._poll_on_lane()
 
     def note_end(self, operation: Operation[Any]) -> None:
         """Let the callbacks of an operation that is over be run when ``turn`` is released."""
@@ -567,7 +592,7 @@ class ProgressEngine:
         try:
             if memory is not None:
                 memory.spin()
-            if not self.active.test() and spin is not None and spin():
+            if not self.active.test() and not operation.is_over and spin is not None and spin():
                 self.active.test()
         finally:
             if memory is not None:
@@ -633,6 +658,11 @@ class ProgressEngine:
             operation.run_callbacks()
 
 
+def _watched(name: str, x: object, peers: Sequence[int] | None) -> tuple[Any, ...]:
+    """Return an operation as `Watchdog.watching` describes calls; arguments as for `ProgressEngine.start`."""
+    return (f"wait for {name}", x) if peers is None else (name, x, list, OWN, *peers)
+
+
 def _yes() -> bool:
     return True
 
@@ -648,6 +678,6 @@ def _raise(error: BaseException) -> bool:
 def _next(queue: deque[T]) -> T | None:
     """Remove and return the first item of a queue that other threads use, too; None if there is none."""
     try:
-        return queue.popleft()
+        return queue.popleft() if queue else None  # an exception takes 1 us
     except IndexError:
         return None

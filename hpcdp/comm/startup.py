@@ -371,15 +371,18 @@ def init(ranks_per_node: int | None = None, comm: Any = None) -> World:
         ConfigError: ``ranks_per_node`` is not positive, or an argument differs from that of an earlier call.
     """
     global _world
+    if _world is not None and ranks_per_node is comm is None:  # in each call of an operation without ``world``
+        return _world
     with _init_lock:
         if _world is None:
             size = _virtual_node_size(ranks_per_node)
-            _world = world_here() if comm is None else None
-            if _world is None:
-                _world = _start(size, serves=False) if comm is None else _start_on(_intracomm("init", comm), size)
-                _end_before_mpi(_world)
-                note(_world)
-            enter_replica(_world.rank)
+            world = world_here() if comm is None else None
+            if world is None:
+                world = _start(size, serves=False) if comm is None else _start_on(_intracomm("init", comm), size)
+                _end_before_mpi(world)
+                note(world)
+            enter_replica(world.rank)
+            _world = world
         elif ranks_per_node is not None and ranks_per_node != _world.kept.get("ranks_per_node"):
             raise ConfigError(
                 "init", where="ranks_per_node", expected="the value of the first call", got=ranks_per_node

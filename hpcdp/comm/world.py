@@ -508,22 +508,16 @@ class World:
         Raises:
             MismatchError: some rank has called another function; the same error on every rank.
         """
-        if self.meetings:
-            with self.meeting():
-                self._agree_on_barrier()
-        else:
-            self._agree_on_barrier()
+        repeat = self.kept.get(_BARRIER)
+        if repeat is not None and repeat(None, None):
+            return
+        with self._all_in(_BARRIER):
+            pass
+        memory = Calls.of(self).memory
+        if repeat is None and memory is not None:
+            from .repeated import repeated_barrier
 
-    def _agree_on_barrier(self) -> None:
-        watchdog = Watchdog.of(self)
-        watchdog.calls += 1
-        watched = "barrier", None
-        watchdog.enter(watched)
-        try:
-            self.settle()
-            Calls.of(self).agree(_BARRIER)
-        finally:
-            watchdog.leave(watched)
+            self.kept[_BARRIER] = repeated_barrier(self, memory, _BARRIER)
 
     def finish(self) -> None:
         """Complete operations that other ranks need; called when a program ends without an error.

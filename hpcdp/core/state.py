@@ -24,7 +24,7 @@ from numpy.lib.array_utils import byte_bounds
 from ..errors import ConfigError, HpcdpError, type_named
 from .arrays import Array, on_device_of, to_device_of
 
-_held: dict[int, tuple[int, str]] = {}
+held: dict[int, tuple[int, str]] = {}
 """The end address of each protected memory range, and the description of an array there, by its first address."""
 
 _themselves: set[int] = set()
@@ -34,37 +34,37 @@ _themselves: set[int] = set()
 def hold_together(array: np.ndarray, ranks: int) -> None:
     """Protect ``array``, and all views of its memory, as shared by ``ranks`` ranks for as long as it exists."""
     first, last = byte_bounds(array)
-    _held[first] = last, f"an array whose memory {ranks} ranks share"
+    held[first] = last, f"an array whose memory {ranks} ranks share"
     owner = array
     while isinstance(owner.base, np.ndarray):
         owner = owner.base
-    weakref.finalize(owner, _held.pop, first, None).atexit = False
+    weakref.finalize(owner, held.pop, first, None).atexit = False
 
 
 @contextlib.contextmanager
 def refusing(arrays: Iterable[Any], description: str) -> Iterator[None]:
     """Refuse changes of those ``arrays`` that are in host memory within this context."""
     on_host = [array for array in arrays if isinstance(array, np.ndarray) and array.size]
-    added = {first: (last, description) for first, last in map(byte_bounds, on_host) if first not in _held}
-    _held.update(added)
+    added = {first: (last, description) for first, last in map(byte_bounds, on_host) if first not in held}
+    held.update(added)
     _themselves.update(map(id, on_host))
     try:
         yield
     finally:
         _themselves.difference_update(map(id, on_host))
         for first in added:
-            _held.pop(first, None)
+            held.pop(first, None)
 
 
 def protection_of(array: Any) -> str | None:
     """Describe ``array`` if it must not be changed in place; else return None."""
-    if not _held or not isinstance(array, np.ndarray) or not array.size:
+    if not held or not isinstance(array, np.ndarray) or not array.size:
         return None
     if array.base is None and id(array) not in _themselves:  # it owns its memory, and byte_bounds takes 2 us
         return None
     first, last = byte_bounds(array)
-    held = list(_held.items())  # a copy, because ranks may be threads
-    return next((description for begin, (end, description) in held if begin < last and first < end), None)
+    ranges = list(held.items())  # a copy, because ranks may be threads
+    return next((description for begin, (end, description) in ranges if begin < last and first < end), None)
 
 
 def refuse_change(array: Any, name: str = "", operation: str = "in-place change") -> None:

@@ -178,6 +178,8 @@ DTYPES = (np.dtype("float32"), np.dtype("float64"), np.dtype("int64"))
 _BLOCK = 2048
 _PIECE_NBYTES = 64 << 10
 """What one rank stages at a time for another that sums it alone, and meanwhile sums the piece before."""
+_ALONE_NBYTES = 4 << 10
+"""Up to this many bytes of all other ranks, summing them alone costs less than a second wait."""
 _LINE_NBYTES = 64
 """A cache line."""
 
@@ -408,12 +410,12 @@ def sum_to_root(staging, counters, state, kind, prescale, divisor, factor, root,
     """Sum arrays for one rank: only ``out`` of ``root`` changes.
 
     Ranks sum by shards, as in `sum_by_owners`; an owner writes its sum to what the root has staged, from where the root
-    copies it: two waits a chunk. Of two ranks the root sums several chunks alone, so that data move between cores once:
-    one wait a chunk. Arguments as `sum_by_all`, for any ``count``; ``out`` is like ``x``, or ``x`` itself, on ``root``,
-    and not used elsewhere.
+    copies it: two waits a chunk. The root sums short arrays alone, and of two ranks several chunks, so that data move
+    between cores once: one wait a chunk. Arguments as `sum_by_all`, for any ``count``; ``out`` is like ``x``, or ``x``
+    itself, on ``root``, and not used elsewhere.
     """
     n, chunk, me = staging.shape[1], staging.shape[2], state[ME]
-    is_alone = n == 2 and x.size > chunk
+    is_alone = x.size * x.itemsize * (n - 1) <= _ALONE_NBYTES or (n == 2 and x.size > chunk)
     if is_alone:
         chunk = min(chunk, _PIECE_NBYTES // x.itemsize)
     partial, streams = np.empty(_BLOCK, x.dtype), x.size * x.itemsize >= STREAMED_NBYTES

@@ -30,7 +30,7 @@ from .copies import _memcpy, _word, copy_bytes
 from .jit import kernel
 from .shm_blocks import _pointer
 from .shm_exchange import READ_CALL, WRITE_CALL, _pause, add, copy_memory, load, store
-from .shm_repeated import ANY, _arrays_at, arrays_like
+from .shm_repeated import ANY, arrays_at, table_at, table_of, words_of
 
 _LINE = 16
 """``int32`` words of a cache line."""
@@ -392,17 +392,17 @@ def message_table(dtype, size, queue, rank, tag, header):  # type: ignore[no-unt
 
     ``rank`` is the sender; other arguments are those of `push` and `receive`. The caller keeps the queue.
     """
-    alike = arrays_like((dtype, size, None), None, ANY)
-    return np.array([*alike, queue.ctypes.data, queue.size, rank, tag, *header.tolist()], np.int64)
+    return table_of((dtype, size, None), None, ANY, [queue.ctypes.data, queue.size, rank, tag, *header.tolist()])
 
 
 @kernel()
 def push_at(table, x):  # type: ignore[no-untyped-def]
     """Run `push` for the array at the address ``x``, see `shm_repeated`; return `OTHER`, too, for another one."""
-    at, _, _, nbytes = _arrays_at(table, x, x)
+    known = table_at(table)
+    at, _, _, nbytes = arrays_at(known, x, x)
     if at < 0:
         return OTHER
-    words = table[table[0] :]
+    words = words_of(known)
     queue = carray(_pointer(words[0]), (words[1],), np.int32)
     return push(queue, words[2], words[3], words[4:], carray(_pointer(at), (nbytes[0],), np.uint8))
 
@@ -410,14 +410,29 @@ def push_at(table, x):  # type: ignore[no-untyped-def]
 @kernel()
 def receive_at(table, out, spins):  # type: ignore[no-untyped-def]
     """Run `receive` of data within the message, for the array at the address ``out``; see `push_at`."""
-    at, _, _, nbytes = _arrays_at(table, out, out)
+    known = table_at(table)
+    at, _, _, nbytes = arrays_at(known, out, out)
     if at < 0:
         return OTHER
-    words = table[table[0] :]
+    words = words_of(known)
     queue = carray(_pointer(words[0]), (words[1],), np.int32)
     offers = carray(_pointer(words[0]), (0, OFFER_WORDS), np.int32)
     answer, data = carray(_pointer(words[0]), (0,), np.int64), carray(_pointer(at), (nbytes[0],), np.uint8)
     return receive(queue, words[2], words[3], words[4:], offers, answer, data, 0, spins, offers[0])
+
+
+@kernel()
+def swap_at(sending, receiving, x, out, spins):  # type: ignore[no-untyped-def]
+    """Run `push_at` for the array at the address ``x``, and then `receive_at` for that at ``out``, with their tables.
+
+    Returns:
+        The sender; `OTHER` if nothing was done, `NOT_YET` if only ``x`` was sent.
+    """
+    places = table_at(receiving)
+    at, _, _, _ = arrays_at(places, out, out)
+    if at < 0 or push_at(sending, x) != DONE:
+        return OTHER
+    return max(receive_at(receiving, out, spins), NOT_YET)
 
 
 @kernel()

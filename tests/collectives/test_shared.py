@@ -2,8 +2,10 @@
 
 import contextlib
 import itertools
+import time
 
 import numpy as np
+import pytest
 from raises import raises
 
 from hpcdp.collectives import (
@@ -13,12 +15,20 @@ from hpcdp.collectives import (
     alltoall,
     broadcast,
     gather,
+    iallgather,
     iallreduce,
+    ialltoall,
+    ibarrier,
+    ibroadcast,
+    igather,
+    ireduce,
+    ireduce_scatter,
+    iscatter,
     reduce,
     reduce_scatter,
     scatter,
 )
-from hpcdp.comm import thread_comm
+from hpcdp.comm import init, thread_comm
 from hpcdp.core.state import refusing
 from hpcdp.errors import ConfigError, HpcdpError, MismatchError, UnsupportedError
 
@@ -136,3 +146,100 @@ def test_a_repeated_call_takes_other_arrays_in_the_usual_way():
 
     for n in (1, 2, 3):
         thread_comm.run(n, rank)
+
+
+def _starts(world):
+    """Return functions that start each nonblocking collective of short arrays, and the results that follow."""
+    n, me = world.size, world.rank
+    x, total = np.arange(n * 3.0).reshape(n, 3), np.zeros((n, 3))
+    every, shard, mine = np.zeros((n, 3)), np.zeros(3), np.full(3, float(me))
+
+    def summed():
+        total[...] = x
+        return iallreduce(total, world=world)
+
+    ranks = np.repeat(np.arange(float(n))[:, None], 3, 1)
+    return [
+        (summed, n * x),
+        (lambda: ireduce_scatter(x, world=world, out=shard), n * x[me]),
+        (lambda: iallgather(mine, world, out=every), ranks),
+        (lambda: ibroadcast(np.full(3, float(me)), n - 1, world), np.full(3, n - 1.0)),
+        (lambda: ireduce(mine.copy(), "max", n - 1, world), np.full(3, n - 1.0) if me == n - 1 else mine),
+        (lambda: ireduce(mine.copy(), "sum", 0, world), ranks.sum(0) if me == 0 else mine),
+        (lambda: ialltoall(np.repeat(x[:1], n, 0) + me, None, world), x[:1] + ranks),
+        (lambda: igather(mine, 0, world), ranks.reshape(-1) if me == 0 else None),
+        (lambda: iscatter(x if me == 0 else None, 0, world), x[me : me + 1]),
+        (lambda: ibarrier(world), None),
+    ]
+
+
+def _is_right(result, expected):
+    return result is expected or (result == expected).all()
+
+
+def _repeated_nonblocking_calls(world):
+    starts = _starts(world)
+    for _ in range(3):  # one at a time, and then all under way
+        for start, expected in starts:
+            assert _is_right(start().wait(), expected)
+    for _ in range(3):
+        operations = [start() for start, _ in starts]
+        order = reversed(range(len(starts))) if world.rank % 2 else range(len(starts))
+        for number in order:
+            assert _is_right(operations[number].wait(), starts[number][1])
+        world.barrier()
+    for start, expected in starts:  # the lane ends what nobody asks for
+        operation, until = start(), time.monotonic() + 20
+        while not operation.is_over and time.monotonic() < until:
+            time.sleep(0.001)
+        assert operation.is_over and _is_right(operation.wait(), expected)
+        assert (allreduce(np.ones(2), world=world) == world.size).all()
+    for start, expected in starts:  # a blocking call ends what was started
+        operation = start()
+        world.barrier()
+        assert operation.test() and _is_right(operation.wait(), expected)
+
+
+def test_repeated_nonblocking_calls():
+    for n in (1, 2, 3, 4):
+        thread_comm.run(n, _repeated_nonblocking_calls)
+
+
+@pytest.mark.mpi
+def test_real_ranks_repeat_nonblocking_calls():
+    _repeated_nonblocking_calls(init())
+
+
+def _calls_that_differ(world):
+    part = world.split(0)
+    n, me = part.size, part.rank
+    x = np.ones(4)
+    for _ in range(20):
+        assert (iallreduce(x.copy(), world=part).wait() == n).all()
+        assert (ibroadcast(x.copy(), 0, part).wait() == 1).all()
+        part.barrier()
+    if n > 1:
+        is_last = me == n - 1
+        with raises(MismatchError, got=["ibroadcast", f"rank {n - 1}"]):
+            (ibroadcast(x, 0, part) if is_last else iallreduce(x, world=part)).wait()
+        with raises(MismatchError, operation="iallreduce", got=["(2, 2)", f"rank {n - 1}"]):
+            iallreduce(x.reshape(2, 2) if is_last else x, world=part).wait()
+        with raises(MismatchError, operation="barrier", got=["allreduce", f"rank {n - 1}"]):
+            allreduce(x, world=part) if is_last else part.barrier()
+    with raises(UnsupportedError, operation="broadcast", where="root", got="True"):
+        broadcast(x, True, part)
+    assert (iallreduce(x, world=part).wait() == n).all()
+    part.barrier()
+    part.close()
+    with raises(ConfigError, operation="barrier", got="close()"):
+        part.barrier()
+
+
+def test_repeated_calls_that_differ():
+    for n in (1, 2, 3):
+        thread_comm.run(n, _calls_that_differ)
+
+
+@pytest.mark.mpi
+def test_real_ranks_repeat_calls_that_differ():
+    _calls_that_differ(init())

@@ -62,7 +62,7 @@ def test_a_barrier_of_threads_keeps_step_over_many_rounds():
 
 def test_kernels_find_the_data_of_arrays_like_those_of_the_first_call():
     module = kernels.load("shm_repeated")
-    arrays_at = module._arrays_at
+    arrays_at = module.arrays_at
     address_of = njit(lambda table, x: arrays_at(table, x, x)[0])
     x = np.arange(24.0, dtype=np.float32).reshape(4, 6)
     read_only, aligned = x.copy(), np.zeros(97, np.uint8)
@@ -72,17 +72,17 @@ def test_kernels_find_the_data_of_arrays_like_those_of_the_first_call():
         x.astype(x.dtype.newbyteorder()), np.ma.masked_array(x), x.view(np.recarray), read_only,
         aligned[1:].view(np.float32).reshape(4, 6), np.float32(1), None, 24, "x", [x], [],
     ]  # fmt: skip
-    table = np.array(module.arrays_like((x.dtype, 24, (4, 6)), None, module.ANY))
+    table = module.table_of((x.dtype, 24, (4, 6)), None, module.ANY, [0])
     assert address_of(table, id(x)) == x.ctypes.data
     for other in [*others, x.reshape(-1), x.reshape(6, 4), x.reshape(4, 6, 1)]:
         assert address_of(table, id(other)) == -1
-    table = np.array(module.arrays_like((x.dtype, 24, None), None, module.ANY))
+    table = module.table_of((x.dtype, 24, None), None, module.ANY, [0])
     for same in (x, x.reshape(-1), x.reshape(3, 2, 4), x[np.newaxis]):
         assert address_of(table, id(same)) == x.ctypes.data
     for other in others:
         assert address_of(table, id(other)) == -1
     marked = x.astype(np.dtype(np.float32, metadata={"unit": "m"}))  # a dtype that goes with its array
-    table = np.array(module.arrays_like((marked.dtype, 24, (4, 6)), None, module.ANY))
+    table = module.table_of((marked.dtype, 24, (4, 6)), None, module.ANY, [0])
     assert address_of(table, id(marked)) == -1 and address_of(table, id(x)) == x.ctypes.data
-    one = np.array(module.arrays_like((x.dtype, 1, ()), None, module.ANY))
+    one = module.table_of((x.dtype, 1, ()), None, module.ANY, [0])
     assert address_of(one, id(x[0, 0].copy())) == -1 and address_of(one, id(np.zeros((), x.dtype))) > 0
