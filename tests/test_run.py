@@ -68,6 +68,7 @@ def test_a_failing_rank_ends_the_run_with_its_traceback(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_hang_is_ended_and_named(tmp_path: Path) -> None:
     done = run(
         tmp_path,
@@ -85,6 +86,7 @@ def test_a_hang_is_ended_and_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_hang_and_a_crash_end_a_worker_and_are_named(tmp_path: Path) -> None:
     tests = "def test_hangs(): time.sleep(100)\ndef test_crashes(): os.abort()\n"
     tests += "@pytest.mark.parametrize('number', range(20))\ndef test_passes(number): pass\n"
@@ -97,6 +99,7 @@ def test_a_hang_and_a_crash_end_a_worker_and_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_module_that_cannot_be_imported_fails_in_the_runs_that_import_it(tmp_path: Path) -> None:
     done = run(tmp_path, "import no_such_module\n@pytest.mark.mpi\ndef test_everywhere(): pass\n", 2, "1")
     assert done.returncode == 1

@@ -81,6 +81,7 @@ def test_of_16_bits_they_are_rounded_once(dtype, name):
         ((300, 1, 7), [0]),
     ],
 )
+@pytest.mark.thorough
 def test_sums_over_many_are_exact_whatever_the_axes(dtype, shape, axes):
     x = np.full(shape, 0.1, dtype_of(dtype))
     axes = tuple(axes) if isinstance(axes, list) else axes

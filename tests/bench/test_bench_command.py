@@ -310,6 +310,7 @@ def test_ranks_without_a_partner_wait(ranks: int, capsys: pytest.CaptureFixture[
     assert f"# Ranks 0 and {ranks // 2}." in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_a_file_that_fails_is_told_and_the_others_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "LIMIT_NBYTES", 1 << 20)
     report, plot = tmp_path / "result.json", tmp_path / "curve.png"
@@ -356,6 +357,7 @@ def test_plot(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(("name", "turns"), [("allreduce", 12), ("iallreduce", 12), ("latency", 12), ("bandwidth", 7)])
+@pytest.mark.thorough
 def test_a_plot_compares_turn_by_turn(name: str, turns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "LIMIT_NBYTES", 1 << 20)
     monkeypatch.setattr(communication, "library_messages", communication.own_messages)
@@ -553,6 +555,7 @@ LAUNCH = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--", sys.exec
 
 
 @pytest.mark.parametrize("wrong", [["latencyy"], ["allreduce", "--algorithm", "rng"]])
+@pytest.mark.thorough
 def test_one_rank_speaks_of_misuse(wrong: list[str]) -> None:
     done = subprocess.run([*LAUNCH, *wrong], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2

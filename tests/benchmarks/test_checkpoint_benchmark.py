@@ -49,6 +49,7 @@ def test_a_tensor_that_comes_back_changed_is_counted(tmp_path: Path) -> None:
     assert thread_comm.run(1, run) == [(1, 48)]
 
 
+@pytest.mark.thorough
 def test_the_program_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "report.json"
     assert main(["-m", "4M", "-i", "1", "--folder", str(tmp_path), "--json", str(report)]) == 0

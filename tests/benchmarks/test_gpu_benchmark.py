@@ -66,6 +66,7 @@ def test_a_gpu_whose_driver_is_too_old_for_cupy_is_no_reason_to_skip(monkeypatch
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_every_kernel_is_right_and_rated(
     tmp_path: Path, cupy: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,6 +149,7 @@ print(row["failed"])
 
 
 @pytest.mark.parametrize("group", ["of the job", "of its own"])
+@pytest.mark.thorough
 def test_a_job_that_does_not_end_is_ended_with_all_that_it_has_started(tmp_path, group):
     job = f"""
 import os, signal
@@ -182,6 +183,7 @@ def test_ranks_that_are_to_share_a_gpu_see_one(monkeypatch, visible, seen):
     assert told == {case: seen if case in ("shared", "refused") else None for case in gpu_sums.CASES}
 
 
+@pytest.mark.thorough
 def test_ranks_that_mpirun_starts_say_why_they_skip(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     (row,) = run_all([Job("shared", 2, 1)], "4K", time.monotonic() + 30)

@@ -29,6 +29,7 @@ def test_wrong_bits_are_told() -> None:
     assert hybrid.wrong(net, other, x, False) == 2
 
 
+@pytest.mark.thorough
 def test_figures_are_written_and_judged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

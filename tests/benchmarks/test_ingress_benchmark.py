@@ -74,6 +74,7 @@ def test_the_table_is_narrow_and_shows_what_is_wrong() -> None:
     assert ingress.table(report(wrong=7)).endswith("# 7 WRONG")
 
 
+@pytest.mark.thorough
 def test_the_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     ingress.draw(report(), str(tmp_path / "picture.png"))

@@ -47,6 +47,7 @@ def written(path: Path) -> int:
     raise AssertionError("the job has not begun")
 
 
+@pytest.mark.thorough
 def test_a_job_that_takes_too_long_is_ended_with_all_below_it(tmp_path: Path) -> None:
     done = programs.run_job([sys.executable, "-c", JOB, str(tmp_path / "pid")], 4)
     assert (done.returncode, programs.reason(done)) == (programs.ENDED, "ended after 4 s")
@@ -55,6 +56,7 @@ def test_a_job_that_takes_too_long_is_ended_with_all_below_it(tmp_path: Path) ->
 
 @pytest.mark.parametrize("starts", [STARTS, STARTS_ON_GPU], ids=["usual", "on a GPU"])
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+@pytest.mark.thorough
 def test_a_job_ends_with_the_benchmark_that_has_started_it(tmp_path: Path, sign: int, starts: str) -> None:
     benchmark = subprocess.Popen(
         [sys.executable, "-c", starts, JOB, str(tmp_path / "pid")], stderr=subprocess.DEVNULL, start_new_session=True

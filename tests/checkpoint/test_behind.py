@@ -314,6 +314,7 @@ elif sys.argv[2] == "failing":
 @pytest.mark.parametrize(
     ("ending", "ranks", "status"), [("end", 1, 0), ("end", 2, 0), ("interrupted", 1, -signal.SIGINT), ("failing", 1, 1)]
 )
+@pytest.mark.thorough
 def test_processes_that_end_while_a_save_is_under_way(ending, ranks, status, tmp_path):
     environ = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
     program = [sys.executable, "-c", PROGRAM, str(tmp_path), ending]

@@ -485,6 +485,7 @@ def test_prune_while_somebody_saves(run, folder):
 
 
 @pytest.mark.parametrize("command", ["show", "diff"])
+@pytest.mark.thorough
 def test_any_names_on_any_terminal(command, tmp_path):
     save(tmp_path, (1, 2), 1, state=lambda step, world: {"größe": np.full(2, step), "\ud800": step})
     both = [tmp_path / "step-0000000001", tmp_path / "step-0000000002"]

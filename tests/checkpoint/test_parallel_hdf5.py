@@ -46,6 +46,7 @@ def reason() -> str | None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.thorough
 def test_all_ranks_write_one_file(n: int, tmp_path: Path) -> None:
     if (why := reason()) is not None:
         pytest.skip(why)

@@ -110,6 +110,7 @@ def test_training_goes_on(name, unpacked):
         require_close(run.values(), later, **(CLOSE if name != "half" else {"rtol": 2e-3, "atol": 1e-3}))
 
 
+@pytest.mark.thorough
 def test_training_goes_on_over_nodes():
     """What two virtual nodes have saved: the ranks of this run are all of one node."""
     command = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--env", "HPCDP_RANKS_PER_NODE=1", "--"]
@@ -201,6 +202,7 @@ def test_checkpoints_are_whole(unpacked):
     assert json.dumps(entries).count('"loss": 0.5') == 1
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_and_is_repeated_from_its_config(unpacked, tmp_path):
     expected = epochs_of(unpacked / "train" / "longer.jsonl")
     assert [line["epoch"] for line in expected] == [1, 2]

@@ -117,6 +117,7 @@ def test_help_fits_a_terminal_and_shows_defaults(path, monkeypatch, capsys):
     assert re.search(r"\(default:\s", said)
 
 
+@pytest.mark.thorough
 def test_the_reproducible_one_says_the_same_digits_on_any_number_of_ranks_and_after_a_restart(tmp_path):
     lines = start("reproducible.py", 1).splitlines()
     assert [line.split(":")[0] for line in lines[:2]] == ["epoch 1", "epoch 2"] and len(lines) == 3
@@ -124,6 +125,7 @@ def test_the_reproducible_one_says_the_same_digits_on_any_number_of_ranks_and_af
     assert start("reproducible.py", 1, "--load", f"{tmp_path}/half").splitlines() == lines[1:]
 
 
+@pytest.mark.thorough
 def test_on_a_store_all_ranks_wait_for_a_slow_one_or_it_does_less():
     found = {}
     for store, epochs, slow in (("dist_sync", "3", "1"), ("dist_async", "2", "20")):
@@ -146,6 +148,7 @@ def test_a_hybridized_network_computes_the_same_and_is_exported(tmp_path):
     assert (tmp_path / "mlp.png").stat().st_size > 1000
 
 
+@pytest.mark.thorough
 def test_a_model_in_two_stages_learns_the_same_on_one_rank_and_on_two_copies():
     # At 0.05 rounding alone, 1e-7 of the first weights, moves the accuracy after an epoch between 0.64 and 0.69.
     said = {ranks: start("pipeline.py", ranks, "--epochs", "1", "--lr", "0.03") for ranks in (1, 4)}
@@ -158,6 +161,7 @@ def test_a_model_in_two_stages_learns_the_same_on_one_rank_and_on_two_copies():
     assert losses[4] == pytest.approx(losses[1], rel=0.02)  # of both copies together
 
 
+@pytest.mark.thorough
 def test_a_model_split_by_channels_learns_the_same_on_one_rank_and_on_parts_times_copies():
     said = {ranks: start("split.py", ranks, "--epochs", "1", "--parts", parts) for ranks, parts in ((1, "1"), (4, "2"))}
     for what, tolerance in (("loss", 0.02), ("accuracy", 0.02)):

@@ -292,6 +292,7 @@ def held(compiled_dir):
         yield "hpcdp: waiting for another rank or job, which is compiling kernels"
 
 
+@pytest.mark.thorough
 def test_a_lock_that_is_held_delays_only_what_is_not_compiled(tmp_path, planted, held):
     # Of two kernels only the first is waited for.
     assert answer(ask(tmp_path, planted, 0.5)) == (1, [COMPILING, held])

@@ -50,6 +50,7 @@ def test_a_command_that_a_signal_ends(tmp_path: Path) -> None:
         ("in the folder", "SIGINT", "SIGINT"),
     ],
 )
+@pytest.mark.thorough
 def test_signals_are_handed_on(how: str, sign: str, got: str, tmp_path: Path) -> None:
     (tmp_path / "SIGTERM").touch()  # of the run before
     runner = start(tmp_path, sys.executable, "-c", TELLS, str(tmp_path))

@@ -67,6 +67,7 @@ def test_a_host_that_is_no_container_is_refused(folder: Path) -> None:
     assert done.stderr == "hpcdp: start a daemon of mpirun [container-1]: no such container\n"
 
 
+@pytest.mark.thorough
 def test_what_a_container_has_started_ends_with_it(folder: Path) -> None:
     running = [start(folder, 2)]
     wait_for(lambda: (folder / "job" / "container-1").exists())

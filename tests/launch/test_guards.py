@@ -133,11 +133,13 @@ def test_a_rank_that_fails_on_another_host_is_named(
     assert said.startswith("hpcdp launch: rank 1 (pid ") and says in said
 
 
+@pytest.mark.thorough
 def test_a_job_that_ends_well_ends_what_it_left(ssh: Path, tmp_path: Path) -> None:
     assert Job(tmp_path, "sleep 0.5", "sleep 60").end() == (0, "")
 
 
 @pytest.mark.parametrize("whose", ["launcher", "guard"])
+@pytest.mark.thorough
 def test_nothing_outlives_a_connection(ssh: Path, tmp_path: Path, whose: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(tmp_path, "sleep 60", f"echo $PPID >{tmp_path}/pid-1; sleep 60")
     deadline = time.monotonic() + 20

@@ -78,6 +78,7 @@ def test_a_job_that_was_stopped_goes_on(how: str) -> None:
     os.close(terminal)
 
 
+@pytest.mark.thorough
 def test_a_job_that_no_shell_could_continue_is_not_stopped() -> None:
     launch = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "1", "--", sys.executable, "-c", LINES]
     with subprocess.Popen(launch, stdout=subprocess.PIPE, text=True, start_new_session=True) as job:

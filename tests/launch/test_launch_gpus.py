@@ -124,6 +124,7 @@ def test_a_library_is_asked(cupy: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_library_that_says_yes_is_tried(driver: None, cupy: Path, says_yes: None) -> None:
     assert doctor.cuda_aware() == "yes, it says and does between two ranks of this machine"
     (cupy / "__init__.py").write_text(

@@ -215,6 +215,7 @@ def test_in_a_job_of_slurm_pmix_needs_no_munge() -> None:
     assert "PMIX_MCA_psec" not in environment(library, Path("/x/bin/mpirun"), 1, {})
 
 
+@pytest.mark.thorough
 def test_a_missing_home_is_no_obstacle() -> None:
     bare = {name: value for name, value in os.environ.items() if name != "HOME"}
     code = "import os; from mpi4py import MPI; os.write(1, os.environ['HOME'].encode() + b'\\n')"  # in one piece
@@ -223,6 +224,7 @@ def test_a_missing_home_is_no_obstacle() -> None:
     assert done.stdout == f"{pwd.getpwuid(os.getuid()).pw_dir}\n" * 2
 
 
+@pytest.mark.thorough
 def test_a_missing_path_is_no_obstacle() -> None:
     environ = {name: value for name, value in os.environ.items() if name != "PATH"}
     done = launch(2, "sh", "-c", "echo here", env=environ)
@@ -253,6 +255,7 @@ def test_a_missing_program() -> None:
 
 
 @pytest.mark.parametrize("where", [[], ["-H", "localhost"]], ids=["local", "ssh"])
+@pytest.mark.thorough
 def test_a_program_is_found_on_the_path_that_ranks_get(where: list[str], tmp_path: Path) -> None:
     for name in ("here", "given"):
         (tmp_path / name).mkdir()
@@ -323,6 +326,7 @@ def test_an_ending_signal_ends_the_ranks(sign: signal.Signals, tmp_path: Path) -
     assert job.end() == 128 + sign  # it has ended by itself, and removed what it had made
 
 
+@pytest.mark.thorough
 def test_a_job_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
     job = Job(tmp_path, hangup=signal.SIG_IGN)
     children = Path(f"/proc/{job.launcher.pid}/task/{job.launcher.pid}/children").read_text().split()
@@ -363,6 +367,7 @@ def test_a_process_of_any_name_is_found(tmp_path: Path) -> None:
         process.kill()
 
 
+@pytest.mark.thorough
 def test_ranks_end_where_launcher_and_mpirun_are_killed_at_once(tmp_path: Path) -> None:
     job = Job(tmp_path, "import hpcdp; hpcdp.init()")
     children = Path(f"/proc/{job.launcher.pid}/task/{job.launcher.pid}/children").read_text().split()
@@ -434,6 +439,7 @@ sys.exit(supervise.supervise(["sh", "-c", ranks], os.environ, "mpich", Job(("sh"
 """
 
 
+@pytest.mark.thorough
 def test_an_mpirun_that_does_not_end_after_a_rank_has_failed_is_killed() -> None:
     started = time.monotonic()
     done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60)
@@ -448,6 +454,7 @@ def unnoticed(left_behind: str, mpirun_s: float) -> subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.thorough
 def test_an_mpirun_that_does_not_notice_that_all_ranks_have_ended_well_is_killed() -> None:
     """Open MPI's, of 32 or 64 processes that end at once."""
     started = time.monotonic()
@@ -458,6 +465,7 @@ def test_an_mpirun_that_does_not_notice_that_all_ranks_have_ended_well_is_killed
     assert time.monotonic() - started < 30
 
 
+@pytest.mark.thorough
 def test_an_mpirun_that_waits_for_what_ranks_have_left_behind_is_not_killed() -> None:
     done = unnoticed("sleep 20 &", 4)
     assert (done.returncode, done.stderr) == (0, "")

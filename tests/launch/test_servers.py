@@ -63,6 +63,7 @@ def launch(workers, servers, code, cwd, **environ):
     )
 
 
+@pytest.mark.thorough
 def test_workers_are_a_job_of_their_own_and_have_all_threads(tmp_path):
     bare = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
     code = WORKER + "print(world.size, world.whole.size, os.environ['OMP_NUM_THREADS'], flush=True)"

@@ -77,6 +77,7 @@ NAMES = st.lists(st.from_regex(r"[a-z]{1,3}[0-9]{1,3}", fullmatch=True), min_siz
 
 
 @given(NAMES, st.data())
+@pytest.mark.thorough
 def test_a_list_that_is_written_in_ranges_is_read_back(names: list[str], data: st.DataObject) -> None:
     text = ",".join(
         f"{name.rstrip('0123456789')}[{name.lstrip('abcdefghijklmnopqrstuvwxyz')}]"

@@ -111,6 +111,7 @@ def test_the_rank_that_fails_first_is_named_in_one_line(fault: str, status: int,
         ("sleep 0.4; kill -KILL $$", 0, mpirun_stderr.LOST_CONNECTION_STATUS),
     ],
 )
+@pytest.mark.thorough
 def test_a_rank_is_named_where_open_mpi_names_one_that_aborts_for_it(
     tmp_path: Path, aborts: str, named: int, status: int
 ) -> None:
@@ -187,6 +188,7 @@ def test_a_silence_is_explained_only_while_ranks_start(
     assert len(said) == bool(says) and all(text.startswith(says) for text in said)
 
 
+@pytest.mark.thorough
 def test_ranks_that_all_fail_alike_speak_for_themselves_if_they_do() -> None:
     done = launch(1, FAULT.format("pass") + "MPI.Finalize(); os._exit(5)")
     assert done.returncode == 5

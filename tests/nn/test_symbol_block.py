@@ -60,6 +60,7 @@ def exported(name, tmp_path):
     return net, inputs, expected if isinstance(expected, tuple) else (expected,)
 
 
+@pytest.mark.thorough
 def test_a_process_without_the_classes_computes_the_same_bits(tmp_path):
     expected = {}
     for name in CASES:

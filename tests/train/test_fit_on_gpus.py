@@ -123,6 +123,7 @@ def test_a_run_goes_on_from_a_checkpoint_of_either(place, tmp_path, ends, n):
 @pytest.mark.parametrize(
     ("gpus_on_host", "layout"), in_turn(ORDERS, [(2, None), (3, 1), (4, 2)]), indirect=["gpus_on_host"]
 )
+@pytest.mark.thorough
 def test_each_rank_updates_its_shard_and_a_run_goes_on_from_its_checkpoint(place, tmp_path, layout):
     n, nodes = layout
     options = {"owner": "shard", "clip_norm": 1.0}
@@ -171,6 +172,7 @@ def test_states_of_shards_on_gpus_are_saved_whole(place, tmp_path):
             np.testing.assert_allclose(x, wanted[name], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.thorough
 def test_nothing_waits_for_the_gpu_in_each_step(place, monkeypatch):
     import cupy
 

@@ -291,6 +291,7 @@ def test_a_run_may_have_any_name_and_has_it_in_page_and_pictures(name, shown, tm
     assert not any(text.get_parse_math() for text in legend.get_texts())
 
 
+@pytest.mark.thorough
 def test_a_home_that_cannot_be_written_is_no_matter(tmp_path):
     command = [sys.executable, "-m", "hpcdp.cli", "report", str(write_run(tmp_path / "a"))]
     homeless = {name: value for name, value in os.environ.items() if name not in ("MPLCONFIGDIR", "XDG_CONFIG_HOME")}

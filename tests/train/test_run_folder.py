@@ -135,6 +135,7 @@ def test_a_resumed_run_says_that_its_numbers_are_gone(tmp_path):
 
 
 @pytest.mark.parametrize("line", ["{bad", "5", "[" * 100_000, '{"kind": "epoch"}', '{"kind": "other", "epoch": 1}'])
+@pytest.mark.thorough
 def test_numbers_that_are_damaged_are_a_failure_of_the_folder_not_of_the_run_that_goes_on(line, tmp_path):
     config = TrainConfig(run_dir=str(tmp_path), ranks=2)
     with RunFolder(config) as folder:
@@ -194,6 +195,7 @@ def test_the_curves_of_a_killed_run_can_be_drawn_later(tmp_path):
     assert (tmp_path / "curves.png").stat().st_size > 1000
 
 
+@pytest.mark.thorough
 def test_names_in_the_help_of_checkpoint_are_those_of_a_run(tmp_path, monkeypatch):
     train_on_threads(monkeypatch, tmp_path, 1, "lenet", "--epochs", "1", "--run-dir", "runs/a")
     monkeypatch.chdir(tmp_path)

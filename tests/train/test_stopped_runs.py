@@ -61,6 +61,7 @@ def planted(folder: Path, what: str, at: int, *arguments: str) -> subprocess.Pop
     return start(folder, *arguments, PYTHONPATH=path, RANK_1=what, AT=str(at))
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_told_to_stop_and_then_loses_a_rank_goes_on_as_if_nothing_had_happened(
     finished, tmp_path, monkeypatch, capfd
 ):

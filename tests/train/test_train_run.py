@@ -142,6 +142,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.thorough
 def test_an_earlier_run_is_not_overwritten_unless_asked_which_repeats_it_on_three_ranks(tmp_path, monkeypatch):
     """By the settings in its folder, and to the bit, for it was reproducible: on one rank; the others have two nodes.
 

@@ -49,6 +49,7 @@ def batch(rank, size, number):
 
 
 @pytest.mark.parametrize("run", RUNS)
+@pytest.mark.thorough
 def test_ranks_sum_beside_backward_to_the_same_bits(graphs_on_host, one_bucket_each, run):
     def train(world):
         pairs = [made(world, mlp, overlap=True, **TRAINERS[name]) for _ in range(2)]

@@ -81,6 +81,7 @@ def test_what_sbatch_refuses_is_one_line_and_leaves_no_file(standin, capsys: pyt
     assert list(Path("out").iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_status_asks_the_queue_then_the_accounts_then_what_is_remembered(
     standin, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
