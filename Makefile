@@ -87,13 +87,13 @@ test-cupy:  ## run the GPU tests with CuPy but without a GPU
 bench: $(VENV)/installed  ## run all benchmarks, rewrite RESULTS.md (20 minutes)
 	@$(BIN)/python benchmarks/bench_suite.py $(if $(wildcard .venv-mpich/bin/python),--mpich .venv-mpich/bin/python) $(ARGS)
 
-check: $(VENV)/installed-dev  ## check lint, spelling, types, imports and the site
+check: $(VENV)/installed-dev  ## check lint, types, imports, CUDA sources and the site
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell hpcdp benchmarks docs examples kernels slurm README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/python -m pytest -q -p no:cacheprovider tests/test_imports.py
+	$(BIN)/python -m pytest -q -p no:cacheprovider -n 2 tests/test_imports.py tests/kernels/test_cuda_sources.py
 	@$(MAKE) --no-print-directory docs
 
 docs: $(VENV)/installed-dev  ## build the site of guides and reference

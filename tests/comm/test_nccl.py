@@ -32,7 +32,7 @@ def make(world, *sizes):
 
 
 @pytest.mark.parametrize("name", DTYPES)
-@pytest.mark.parametrize(("n", "owners"), [(1, 1), (2, 2), (3, 3), (3, 2), (4, 1)])
+@pytest.mark.parametrize(("n", "owners"), [(1, 1), (2, 2), (3, 2), (4, 1), (8, 8)])
 def test_parts_are_summed_by_their_owners_and_brought_to_all(gpus_on_host, n, owners, name):
     dtype = dtype_of(name)
 
