@@ -7,6 +7,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from .. import kernels
 from ..core import state
+from ..errors import UnsupportedError
 from .communicator import Steps
 from .consistency import Call, InMemory
 from .progress import NOT_YET, Operation, ProgressEngine, RunningTask, run_until_complete
@@ -146,10 +147,13 @@ class _PollOfExchange(Generic[T]):
 
     def _steps(self, met: int) -> Steps:
         """Continue after the kernel has returned another value than that it waits."""
-        kernel, done, _, memory = self._exchange
+        kernel, done, other, memory = self._exchange
         (x, out), (call, ticket, finish, usual), changed = self._objects, self._arguments, memory.exchange.CHANGED
         try:
             while met not in (done, changed):
+                if met == other:
+                    expected = "an array that keeps its shape and flags until the operation is complete"
+                    raise UnsupportedError(call.operation, expected=expected, got="an array that has been changed")
                 yield from memory.not_yet(met, call)
                 met = kernel(id(x), id(out))
         finally:

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import threading
 import time
 
 import numpy as np
@@ -208,6 +209,26 @@ def test_repeated_nonblocking_calls():
 @pytest.mark.mpi
 def test_real_ranks_repeat_nonblocking_calls():
     _repeated_nonblocking_calls(init())
+
+
+def test_an_array_that_is_frozen_before_the_end_is_an_error():
+    has_begun = threading.Event()
+
+    def rank(world):
+        x = np.ones(4)
+        for _ in range(3):
+            iallreduce(x, world=world).wait()
+        if world.rank:
+            assert has_begun.wait(60)
+            assert (iallreduce(np.ones(4), world=world).wait() == 9).all()
+            return
+        operation = iallreduce(x, world=world)
+        x.flags.writeable = False
+        has_begun.set()
+        with raises(UnsupportedError, operation="iallreduce", got="changed"):
+            operation.wait()
+
+    thread_comm.run(2, rank)
 
 
 def _calls_that_differ(world):
