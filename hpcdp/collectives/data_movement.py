@@ -31,7 +31,17 @@ from ..errors import MismatchError, UnsupportedError
 from . import algorithm_choice, intra_node
 from . import blocks as block_algorithms
 from .blocks import BlockLayout, Blocks, offsets
-from .staging import accepts_tensors, bring_back, bytes_of, check_like, checked_root, movable, present, ranks_of
+from .staging import (
+    accepts_tensors,
+    apart,
+    bring_back,
+    bytes_of,
+    check_like,
+    checked_root,
+    movable,
+    present,
+    ranks_of,
+)
 
 ArrayT = TypeVar("ArrayT", bound=Array)
 """The kind of arrays that a call takes and returns."""
@@ -176,7 +186,7 @@ def alltoall(
         splits: the number of rows for each rank, their sum the length of axis 0; may differ between ranks. Default
             equal numbers, and then x has the same shape on all ranks. All ranks pass splits, or none.
         world: the ranks; default `hpcdp.init()`.
-        out: receives the rows; it shares no memory with ``x``. Default a new array.
+        out: receives the rows; may overlap ``x``, which is copied then. Default a new array.
         algorithm: ``"auto"``, or how messages move the rows, also between ranks that share memory: ``"pairwise"``,
             ``"bruck"`` (without ``splits``), or ``"by_node"`` (on several nodes of which one has several ranks).
 
@@ -598,7 +608,14 @@ def allgather_exchange(name: str, world: World, x: Array, algorithm: str, out: A
 
     call = _call(name, host, *facts, *_algorithm_named(algorithm))
     return Exchange(
-        call, [len(host)], plan, bytes_of(host), prepare=prepare_choice, like=x, out=out, algorithm=algorithm
+        call,
+        [len(host)],
+        plan,
+        bytes_of(apart(host, out)),
+        prepare=prepare_choice,
+        like=x,
+        out=out,
+        algorithm=algorithm,
     )
 
 
@@ -658,7 +675,7 @@ def gather_exchange(
 
     out = out if rank == root else None
     counts = [len(host), *(places or [0] * most_places)]
-    return Exchange(_call(name, host, f"root {root}"), counts, plan, bytes_of(host), like=x, out=out)
+    return Exchange(_call(name, host, f"root {root}"), counts, plan, bytes_of(apart(host, out)), like=x, out=out)
 
 
 def allgather_list_exchange(name: str, world: World, x: Array, places: list[int], out: Array) -> Exchange:
@@ -739,7 +756,8 @@ def scatter_exchange(
         return Moved(layout, "direct", (rows[rank], *row), dtype, finish)
 
     call = Call(name, name, f"root {root}")
-    return Exchange(call, [*counts, *at], plan, bytes_of(host), like=x if rank == root else None, out=out)
+    sent = bytes_of(host) if places else bytes_of(apart(host, out))
+    return Exchange(call, [*counts, *at], plan, sent, like=x if rank == root else None, out=out)
 
 
 def alltoall_exchange(
@@ -783,7 +801,7 @@ def alltoall_exchange(
         moved = moved_by(n * largest * width)
         return Moved(layout, moved, (int(received.sum()), *row), dtype, lambda x: (x, received.copy()))
 
-    sent = bytes_of(host)
+    sent = bytes_of(apart(host, out))
     if splits is None:
         call = _call(name, host, f"{length} rows each", *_algorithm_named(algorithm))
         return Exchange(call, [], plan_of_even, sent, prepare=prepare_choice, like=x, out=out, algorithm=algorithm)

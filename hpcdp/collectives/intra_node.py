@@ -145,7 +145,7 @@ class _Staging:
         repeated = self._repeated
         if staging is None:
             return None
-        rule = repeated.APART_OR_SAME if name == "sum_to_root" else repeated.APART
+        rule = 0 if name == "sum_to_root" else repeated.APART
         name = name or ("sum_by_all" if x.nbytes <= self._by_all_nbytes else "sum_by_owners")
         factors = op.factors(self._memory.size)
         words = repeated.words_of_sum(staging, self._counters, self._state, call.signature, root, factors)
@@ -160,6 +160,7 @@ class _Staging:
         out: Like | None,
         counts: Sequence[int] = (),
         known: np.ndarray | None = None,
+        place: int | None = None,
     ) -> BoundExchange | None:
         """Return the exchange of arrays like ``x`` and ``out`` by one kernel call; None if there is none.
 
@@ -170,11 +171,13 @@ class _Staging:
             out: what the array that receives is like; None if there is none.
             counts: this rank's counts, see `gather`.
             known: those of all ranks, shape ``(n, k)``, which the exchange needs to be announced again.
+            place: where ``x`` may lie in ``out``, in bytes; default nowhere.
         """
         repeated = self._repeated
         if len(counts) > self._board.shape[2] - 2:
             return None
-        table = repeated.table_of(x, out, repeated.ANY, self._repetition(layout, call, counts, known))
+        rule = repeated.APART if place is None else place
+        table = repeated.table_of(x, out, rule, self._repetition(layout, call, counts, known))
         return self._bound(repeated.bound(repeated.exchange_at, table))
 
     def _bound(self, kernel: Callable[[int, int], int]) -> BoundExchange:
@@ -408,7 +411,8 @@ def bound_allgather(out: np.ndarray, world: World, call: Call) -> BoundExchange 
     ends, me = bounds(out.size, world.size), world.rank
     layout = allgather_layout(_limits(out, world), me)
     x = out.dtype, ends[me + 1] - ends[me], None
-    return _staging_of(world).bound_moves(layout, call, x, (out.dtype, out.size, None))
+    place = ends[me] * out.itemsize
+    return _staging_of(world).bound_moves(layout, call, x, (out.dtype, out.size, None), place=place)
 
 
 def allreduce_steps(x: np.ndarray, op: Reduction, world: World, call: Call) -> Steps:

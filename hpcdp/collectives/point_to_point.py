@@ -29,6 +29,7 @@ from ..errors import MismatchError
 from .data_movement import ArrayT
 from .staging import (
     accepts_tensors,
+    apart,
     bring_back,
     bytes_of,
     check_array,
@@ -499,7 +500,7 @@ def sendrecv(
         x: as for `send`.
         dest: the receiver of ``x``.
         source: the sender of the result, or None, as for `recv`; calls `sendrecv`, or `send`.
-        out: as for `recv`; may not share memory with ``x``.
+        out: as for `recv`; may overlap ``x``, which is copied then.
         tag: the tag of both messages.
         world: the ranks; default `hpcdp.init()`.
 
@@ -520,6 +521,7 @@ def sendrecv(
                 return out
             if is_sent:
                 return _Receiving(out, source, tag, world).run()
+    x = apart(x, out)
     known = _known_receive(out, source, tag, world)
     receiving = None if known is not None else _Receiving(out, source, tag, world)  # raises before anything is sent
     requests, dest = _sent(x, dest, tag, world)
@@ -569,7 +571,7 @@ def isendrecv(
     """Start a `sendrecv`, with the same arguments and errors; ``x`` may not change before the end."""
     world = ranks_of(world)
     receiving = _Receiving(out, source, tag, world)
-    requests, dest = _sent(x, dest, tag, world)
+    requests, dest = _sent(apart(x, out), dest, tag, world)
 
     def steps() -> StepsTo[Any]:
         received = yield from receiving.steps(requests)

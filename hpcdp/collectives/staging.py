@@ -223,6 +223,11 @@ def movable(operation: str, x: Array, where: str = "x") -> np.ndarray:
     return source_of(host)
 
 
+def apart(x: T, out: Array | None) -> T:
+    """Return ``x``, or a copy if it overlaps ``out``, which receives while ``x`` is sent."""
+    return x.copy() if type(x) is type(out) is np.ndarray and np.may_share_memory(x, out) else x
+
+
 def bytes_of(x: np.ndarray) -> np.ndarray:
     """Return ``x``, contiguous, as bytes, shape ``(nbytes,)``; no copy."""
     return flat(x).view(np.uint8)

@@ -32,8 +32,10 @@ _FLAGS_NEEDED = 0x1 | 0x100 | 0x400
 _INT = 0xFFFFFFFF
 _NO_AXES = -1
 
-ANY, APART, APART_OR_SAME = range(3)
-"""Rules for the memory of the two arrays."""
+ANY, APART = -2, -1
+"""Rules for the memory of the two arrays. Any other is the one place in bytes, from the beginning of the second array,
+where the first one may begin if they overlap.
+"""
 
 Like = tuple[np.dtype, int, tuple[int, ...] | None]
 """The dtype, the size, and the shape of an array; None for any shape."""
@@ -59,7 +61,7 @@ def table_of(x: Like | None, out: Like | None, rule: int, further: Sequence[int]
     Args:
         x: what the array that is sent is like; None if there is none.
         out: what the array that receives is like.
-        rule: `ANY`, `APART` or `APART_OR_SAME`.
+        rule: `ANY`, `APART` or a place in bytes.
         further: what else the kernel needs.
     """
     patterns = [*_pattern(x), *_pattern(out)]
@@ -129,7 +131,7 @@ def arrays_at(table, x, out):  # type: ignore[no-untyped-def]
     nbytes = table[_PATTERNS + 3] * table[_PATTERNS], table[after + 3] * table[after]
     is_apart = x_at + nbytes[0] <= out_at or out_at + nbytes[1] <= x_at
     rule = table[_RULE]
-    if x_at >= 0 and out_at >= 0 and not is_apart and rule != ANY and (rule == APART or x_at != out_at):
+    if x_at >= 0 and out_at >= 0 and not is_apart and rule != ANY and (rule == APART or x_at - out_at != rule):
         return np.int64(-1), out_at, sizes, nbytes
     return x_at, out_at, sizes, nbytes
 

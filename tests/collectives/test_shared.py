@@ -28,6 +28,7 @@ from hpcdp.collectives import (
     reduce,
     reduce_scatter,
     scatter,
+    sendrecv,
 )
 from hpcdp.comm import init, thread_comm
 from hpcdp.core.state import refusing
@@ -264,3 +265,47 @@ def test_repeated_calls_that_differ():
 @pytest.mark.mpi
 def test_real_ranks_repeat_calls_that_differ():
     _calls_that_differ(init())
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("length", [10, 2000, 70_000])
+def test_memory_that_receives_may_overlap_what_is_sent(n, length):
+    """Each call, the first one and repeated ones, gives what it gives with memory of its own."""
+
+    def rank(world):
+        me, at = world.rank, 3
+        mine, whole = np.arange(length) + 1000.0 * me, np.arange(length * n) + 1000.0 * me
+
+        def beside(x, out_size, call):
+            memory = np.zeros(x.size + out_size + at)
+            memory[at : at + x.size] = x
+            call(memory[at : at + x.size], out := memory[:out_size])
+            return out
+
+        def once():
+            shift = (me + 1) % n, (me - 1) % n
+            return [
+                beside(mine, n * length, lambda x, out: allgather(x, world, out=out)),
+                beside(whole, n * length, lambda x, out: alltoall(x, world=world, out=out)),
+                beside(mine, n * length, lambda x, out: gather(x, 0, world, out=out if me == 0 else None)),
+                beside(whole, length, lambda x, out: scatter(x if me == 0 else None, 0, world, out=out)),
+                beside(mine, length, lambda x, out: sendrecv(x, *shift, out, 0, world)),
+                beside(mine, n * length, lambda x, out: iallgather(x, world, out=out).wait()),
+                beside(whole, n * length, lambda x, out: ialltoall(x, world=world, out=out).wait()),
+            ]
+
+        return [once() for _ in range(3)]
+
+    mine = [np.arange(length) + 1000.0 * r for r in range(n)]
+    whole = [np.arange(length * n) + 1000.0 * r for r in range(n)]
+    for me, calls in enumerate(thread_comm.run(n, rank)):
+        gathered, block = np.concatenate(mine), slice(me * length, (me + 1) * length)
+        moved = np.concatenate([x[block] for x in whole])
+        for allgathered, exchanged, at_root, part, passed, later, later_moved in calls:
+            np.testing.assert_array_equal(allgathered, gathered)
+            np.testing.assert_array_equal(exchanged, moved)
+            np.testing.assert_array_equal(at_root, gathered if me == 0 else at_root)
+            np.testing.assert_array_equal(part, whole[0][block])
+            np.testing.assert_array_equal(passed, mine[(me - 1) % n])
+            np.testing.assert_array_equal(later, gathered)
+            np.testing.assert_array_equal(later_moved, moved)
