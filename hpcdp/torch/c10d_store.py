@@ -23,6 +23,8 @@ _REQUEST, _REPLY = 1, 2
 _DEFAULT_TIMEOUT = timedelta(minutes=5)
 _NAPS_S = (50e-6, 10e-3)
 """Seconds of the first and the longest nap of a thread that waits for a message."""
+_LEAST_LIMIT_S = 60.0
+"""The shortest wait for an answer of rank 0, which may run code that holds the GIL."""
 
 
 def open_store(timeout: timedelta | None = None) -> tuple[Any, int, int]:
@@ -105,9 +107,23 @@ class MpiStore(dist.Store):  # type: ignore[misc]
             return self._keys.run(name, *args)
         with self._busy:
             request = self._comm.isend_whole(encoded([name, *args], "store"), 0, _REQUEST)
-            reply = _received(self._comm, _REPLY)
+            reply = self._reply(max(self._limit.total_seconds(), _LEAST_LIMIT_S))
             request.wait()
             return decoded(reply)
+
+    def _reply(self, limit_s: float) -> np.ndarray:
+        began_s, nap_s = time.monotonic(), _NAPS_S[0]
+        while (message := self._comm.irecv_any(_REPLY)) is None:
+            if time.monotonic() - began_s > limit_s:
+                raise TimeLimitError(
+                    "torch.distributed store", expected=f"an answer of rank 0 within {limit_s:g} s",
+                    got="none", remedy="let rank 0 not end before the others have used the store",
+                )  # fmt: skip
+            time.sleep(nap_s)
+            nap_s = min(2 * nap_s, _NAPS_S[1])
+        _, data, request = message
+        request.wait()
+        return data
 
     def _values(self, keys: Sequence[str], limit: timedelta | None) -> list[bytes]:
         keys = list(keys)
@@ -216,13 +232,3 @@ class _Server:
             answer = encoded(self._keys.run(name, *args), "store")
             self._comm.isend_whole(answer, rank, _REPLY).wait()
             nap_s = _NAPS_S[0]
-
-
-def _received(comm: Communicator, tag: int) -> np.ndarray:
-    nap_s = _NAPS_S[0]
-    while (message := comm.irecv_any(tag)) is None:
-        time.sleep(nap_s)
-        nap_s = min(2 * nap_s, _NAPS_S[1])
-    _, data, request = message
-    request.wait()
-    return data

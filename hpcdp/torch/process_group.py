@@ -302,9 +302,9 @@ def _as_runtime_error(error: BaseException) -> BaseException:
     return wrapped
 
 
-def _check_size(operation: str, where: str, expected: int, got: int) -> None:
+def _check_size(operation: str, where: str, expected: int, got: int, unit: str = "elements") -> None:
     if expected != got:
-        raise UnsupportedError(operation, where=where, expected=f"{expected} elements", got=f"{got} elements")
+        raise UnsupportedError(operation, where=where, expected=f"{expected} {unit}", got=f"{got} {unit}")
 
 
 def _operation(method: Callable[..., Work]) -> Callable[..., Any]:
@@ -563,6 +563,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Gather the tensors of all ranks on every rank; they may differ in size."""
         (tensor,) = _listed(inputs)
         targets = _inner(outputs)
+        _check_size("all_gather", "the list", self.world.size, len(targets), "tensors")
         _check_size(
             "all_gather", "the tensor of this rank in the list", tensor.numel(), targets[self.world.rank].numel()
         )
@@ -571,6 +572,8 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             places, finish = _in_place(targets)
             own = places[self.world.rank]
             positions, out = _positions(places, own.data_ptr()), _flat(own, moves=True)
+            if tensor.data_ptr() != own.data_ptr() and _overlaps(tensor, places):
+                x = x.copy()  # the other ranks write there
             return self._move("allgather_list", opts, targets, finish, x, positions, out=out)
         if len({target.numel() for target in targets}) > 1:
             return self._run("allgather", opts, targets, lambda gathered: _scatter_to(gathered, targets), x, self.world)
@@ -614,12 +617,15 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         (tensor,) = _listed(inputs)
         targets = _inner(outputs) if self.world.rank == root else []
         if targets:
+            _check_size("gather", "the list", self.world.size, len(targets), "tensors")
             _check_size("gather", "the tensor of this rank in the list", tensor.numel(), targets[root].numel())
         x, is_apart = _flat(tensor, moves=True), [self._is_apart(target) for target in targets]
         if not any(is_apart):
             unpack = (lambda gathered: _scatter_to(gathered, targets)) if targets else None
             return self._run("gather", opts, targets, unpack, x, root, self.world)
         places, finish = _in_place(targets)
+        if tensor.data_ptr() != places[root].data_ptr() and _overlaps(tensor, places):
+            x = x.copy()  # the other ranks write there
         if all(is_apart):
             positions, out = _positions(places, places[root].data_ptr()), _flat(places[root], moves=True)
         else:
@@ -643,9 +649,11 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         out, finish = _target(output, moves=True)
         if not tensors:
             return self._run("scatter", opts, [output], finish, None, root, self.world, None, out)
+        _check_size("scatter", "the list", self.world.size, len(tensors), "tensors")
         splits, x = [tensor.numel() for tensor in tensors], _adjacent(tensors)
         apart = [rank for rank, tensor in enumerate(tensors) if self._is_apart(tensor)]
-        if x is not None or not apart or len({tensor.data_ptr() for tensor in tensors}) < len(tensors):
+        shares = len({tensor.data_ptr() for tensor in tensors}) < len(tensors) or _overlaps(output, tensors)
+        if x is not None or not apart or shares:
             x = _joined(tensors, moves=True) if x is None else x
             return self._run("scatter", opts, [output], finish, x, root, self.world, splits, out)
         sources, _ = _in_place(tensors)
@@ -823,6 +831,18 @@ def _in_place(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Fini
 def _positions(places: Sequence[torch.Tensor], address: int) -> list[int]:
     """Return the positions of tensors after an address, in bytes, and then their numbers of elements."""
     return [place.data_ptr() - address for place in places] + [place.numel() for place in places]
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses between which the elements of a tensor lie."""
+    memory: Any = tensor if tensor.is_contiguous() else tensor.untyped_storage()
+    return memory.data_ptr(), memory.data_ptr() + (tensor.nbytes if memory is tensor else memory.nbytes())
+
+
+def _overlaps(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
+    """Return whether a tensor may overlap one of others."""
+    first, last = _extent(tensor)
+    return any(first < end and begin < last for begin, end in map(_extent, others))
 
 
 _APART_NBYTES = 256 << 10

@@ -200,6 +200,33 @@ def test_repeated_lists_of_long_tensors():
             assert (sent[me].float() == me + 3 * number).all()
 
 
+@pytest.mark.parametrize("count", [5, 300_001])
+def test_a_tensor_may_be_one_of_a_list_for_another_rank(count):
+    me, n = dist.get_rank(), dist.get_world_size()
+    for _ in range(2):
+        outs = [torch.zeros(count) for _ in range(n)]
+        dist.all_gather(outs, outs[(me + 1) % n].fill_(me + 1))
+        assert all((out == rank + 1).all() for rank, out in enumerate(outs))
+        outs = [torch.zeros(count) for _ in range(n)]
+        dist.gather(outs[n - 1].fill_(me + 1), outs if me == 0 else None)
+        assert me or all((out == rank + 1).all() for rank, out in enumerate(outs))
+        parts = [torch.full((count,), rank + 1.0) for rank in range(n)]
+        out = parts[-1] if me == 0 else torch.zeros(count)
+        dist.scatter(out, parts if me == 0 else None)
+        assert (out == me + 1).all()
+        x = torch.arange(n).repeat_interleave(count) + 10 * me
+        dist.all_to_all_single(x, x)
+        assert (x.view(n, count) == me + 10 * torch.arange(n)[:, None]).all()
+
+
+def test_a_list_of_another_length_than_the_group_is_an_error_of_every_rank():
+    n = dist.get_world_size()
+    for length in (n - 1, n + 1):
+        for count in (5, 300_001):
+            with pytest.raises(RuntimeError, match=rf"all_gather \[the list\].*{n} tensors.*{length} tensors"):
+                dist.all_gather([torch.zeros(count)] * length, torch.zeros(count))
+
+
 def test_lists_of_long_tensors_of_other_lengths():
     me, n = dist.get_rank(), dist.get_world_size()
     if n == 1:
