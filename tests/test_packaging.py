@@ -98,6 +98,7 @@ def test_a_program_in_the_clone_imports_no_data_folder(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_both_hold_every_module_and_data_file(built: Path) -> None:
     packages = [path for path in (ROOT / "hpcdp").iterdir() if (path / "__init__.py").exists()]
     wanted = {str(file.relative_to(ROOT)) for package in packages for file in package.rglob("*.py")}

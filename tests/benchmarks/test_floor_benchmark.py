@@ -13,6 +13,7 @@ from hpcdp.errors import UnsupportedError
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.thorough
 def test_every_pattern_sums(ranks: int) -> None:
     counts = [1, 15, 16, 17, 63, 1000, 70_001, 300_007]
 

@@ -81,6 +81,7 @@ def test_pytorch_reads_a_pt_file_nested_as_it_was_saved(path, tmp_path, torch):
             np.testing.assert_array_equal(state["net"][name].numpy(), expected)
 
 
+@pytest.mark.thorough
 def test_a_part_is_the_state_dict_of_a_module_and_of_its_optimizer(tmp_path, torch):
     torch.manual_seed(1)
 

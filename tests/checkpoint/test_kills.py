@@ -43,6 +43,7 @@ def check(path, least):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_processes_that_are_killed(tmp_path):
     context, source = multiprocessing.get_context("forkserver"), random.Random(8)
     context.set_forkserver_preload(["saving_forever", "h5py"])

@@ -79,6 +79,7 @@ def test_steps_without_samples_change_nothing():
 
 @pytest.mark.parametrize("how", ["dropped", "stale", "rate"])
 @pytest.mark.parametrize(("ranks", "per_node", "overlap"), [(2, None, False), (3, 2, True), (4, None, True)])
+@pytest.mark.thorough
 def test_steps_that_are_given_up_leave_no_trace(how, ranks, per_node, overlap, monkeypatch):
     """Although a rank may be far ahead of the one that still adds up what is dropped."""
     from hpcdp.data_parallel import deterministic

@@ -165,7 +165,6 @@ def test_top_k_of_sparse_gradients_sets_no_more_zeros_aside_than_are_sent(
         assert max(90, count) <= numbers[-1] <= 90 + count
 
 
-@pytest.mark.thorough
 def test_top_k_sets_few_candidates_aside(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch, numbers: list[int]) -> None:
     """In step after step: what is kept gathers just below what is sent."""
     monkeypatch.setattr(kernels, "_SAMPLED_PACKS", 1 << 13)

@@ -115,6 +115,7 @@ def test_none_is_without_bound_and_0_is_dist_sync():
 
 
 @pytest.mark.parametrize(("ranks", "per_node", "num_servers"), [(2, None, 0), (2, 1, 0), (2, None, 1), (3, 1, 2)])
+@pytest.mark.thorough
 def test_who_holds_others_back_is_named(ranks, per_node, num_servers, split, monkeypatch, capfd):
     monkeypatch.setattr(server_keys, "REPORTED_S", 0.05)
 

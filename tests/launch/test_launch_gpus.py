@@ -107,6 +107,7 @@ def test_a_cupy_that_does_not_work_is_not_told_to_be_missing(driver: None, monke
     assert finding.remedy == "repair it, or reinstall CuPy; or use the CPU with hpcdp train --device cpu"
 
 
+@pytest.mark.thorough
 def test_a_driver_that_is_too_old_for_cupy(driver: None, cupy: Path) -> None:
     old = CUDA.replace("lambda: 1,", "lambda: 1 / 0,").replace(
         "driverGetVersion=lambda: 13000", "driverGetVersion=lambda: 12080"

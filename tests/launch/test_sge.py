@@ -161,6 +161,7 @@ def test_the_status_is_that_of_the_program(grid: tuple[Path, dict[str, str]]) ->
         assert job.returncode == status
 
 
+@pytest.mark.thorough
 def test_a_job_that_stops_early_is_started_again(grid: tuple[Path, dict[str, str]]) -> None:
     shared, environ = grid
     job = launch(ranks(2, "sleeper.py", str(shared)), shared, environ)

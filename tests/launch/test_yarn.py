@@ -149,6 +149,7 @@ def test_ranks_form_one_world(count: int, in_each: int, cluster: tuple[Path, dic
     wait_for(lambda: not processes(str(shared)), limit_s=10)
 
 
+@pytest.mark.thorough
 def test_the_status_is_that_of_the_rank_that_failed(cluster: tuple[Path, dict[str, str]]) -> None:
     shared, environ = cluster
     fail = "os._exit(7)" if IS_OPEN_MPI else "MPI.COMM_WORLD.Abort(7)"  # MPICH's mpirun misses who leaves otherwise

@@ -151,6 +151,7 @@ def test_a_rank_that_is_killed_ends_all_and_leaves_nothing(overlap, ranks, per_n
 BUCKET = r"update of bucket \d \(\d\.\w+.*; \d+ bytes\)"  # whichever this rank reads first
 
 
+@pytest.mark.thorough
 def test_a_rank_that_is_stopped_is_reported_and_the_job_goes_on_when_it_does(tmp_path):
     with Job(tmp_path, "stops_in_an_update", 2, limits=(0.7, 40), owner="shard") as job:
         since = 0.0

@@ -32,6 +32,7 @@ def widest(lines: list[str]) -> int:
     return max(len(line.replace("runs/mlp-digits-001", "a").replace(gethostname(), "node")) for line in lines)
 
 
+@pytest.mark.thorough
 def test_a_log_has_a_plain_line_an_epoch_and_the_report(finished):
     folder, shown = finished
     lines = shown.splitlines()
