@@ -607,16 +607,8 @@ def allgather_exchange(name: str, world: World, x: Array, algorithm: str, out: A
         return Moved(*parts_of_all(ends, world, algorithm), (sum(rows), *row), dtype)
 
     call = _call(name, host, *facts, *_algorithm_named(algorithm))
-    return Exchange(
-        call,
-        [len(host)],
-        plan,
-        bytes_of(apart(host, out)),
-        prepare=prepare_choice,
-        like=x,
-        out=out,
-        algorithm=algorithm,
-    )
+    sent = bytes_of(apart(host, out))
+    return Exchange(call, [len(host)], plan, sent, prepare=prepare_choice, like=x, out=out, algorithm=algorithm)
 
 
 def _check_algorithm(name: str, algorithm: str, usable: Sequence[str], also_valid: Sequence[str] = ()) -> None:
@@ -756,7 +748,7 @@ def scatter_exchange(
         return Moved(layout, "direct", (rows[rank], *row), dtype, finish)
 
     call = Call(name, name, f"root {root}")
-    sent = bytes_of(host) if places else bytes_of(apart(host, out))
+    sent = bytes_of(host if places else apart(host, out))
     return Exchange(call, [*counts, *at], plan, sent, like=x if rank == root else None, out=out)
 
 

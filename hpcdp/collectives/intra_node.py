@@ -148,8 +148,8 @@ class _Staging:
         rule = 0 if name == "sum_to_root" else repeated.APART
         name = name or ("sum_by_all" if x.nbytes <= self._by_all_nbytes else "sum_by_owners")
         factors = op.factors(self._memory.size)
-        words = repeated.words_of_sum(staging, self._counters, self._state, call.signature, root, factors)
-        table = repeated.table_of((x.dtype, x.size, None), out, rule, words)
+        further = repeated.words_of_sum(staging, self._counters, self._state, call.signature, root, factors)
+        table = repeated.table_of((x.dtype, x.size, None), out, rule, further)
         return self._bound(repeated.bound(getattr(repeated, f"{name}_at"), table, dtype=x.dtype))
 
     def bound_moves(

@@ -5,13 +5,13 @@ c10d needs a store to make a process group, and NCCL to exchange its identifiers
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 
 from ..collectives.objects import decoded, encoded
@@ -107,36 +107,17 @@ class MpiStore(dist.Store):  # type: ignore[misc]
             return self._keys.run(name, *args)
         with self._busy:
             request = self._comm.isend_whole(encoded([name, *args], "store"), 0, _REQUEST)
-            reply = self._reply(max(self._limit.total_seconds(), _LEAST_LIMIT_S))
+            limit_s = max(self._limit.total_seconds(), _LEAST_LIMIT_S)
+            remedy = "let rank 0 not end before the others have used the store"
+            poll = functools.partial(self._comm.irecv_any, _REPLY)
+            _, reply, receiving = _found(poll, limit_s, "an answer of rank 0", remedy)
+            receiving.wait()
             request.wait()
             return decoded(reply)
 
-    def _reply(self, limit_s: float) -> np.ndarray:
-        began_s, nap_s = time.monotonic(), _NAPS_S[0]
-        while (message := self._comm.irecv_any(_REPLY)) is None:
-            if time.monotonic() - began_s > limit_s:
-                raise TimeLimitError(
-                    "torch.distributed store", expected=f"an answer of rank 0 within {limit_s:g} s",
-                    got="none", remedy="let rank 0 not end before the others have used the store",
-                )  # fmt: skip
-            time.sleep(nap_s)
-            nap_s = min(2 * nap_s, _NAPS_S[1])
-        _, data, request = message
-        request.wait()
-        return data
-
     def _values(self, keys: Sequence[str], limit: timedelta | None) -> list[bytes]:
-        keys = list(keys)
-        limit_s = (limit or self._limit).total_seconds()
-        began_s, nap_s = time.monotonic(), _NAPS_S[0]
-        while (values := self._ask("get", keys)) is None:
-            if time.monotonic() - began_s > limit_s:
-                raise TimeLimitError(
-                    "torch.distributed store", expected=f"the keys {', '.join(keys)} within {limit_s:g} s", got="none"
-                )
-            time.sleep(nap_s)
-            nap_s = min(2 * nap_s, _NAPS_S[1])
-        return values  # type: ignore[no-any-return]
+        keys, limit_s = list(keys), (limit or self._limit).total_seconds()
+        return _found(lambda: self._ask("get", keys), limit_s, f"the keys {', '.join(keys)}")  # type: ignore[no-any-return]
 
     @property
     def timeout(self) -> timedelta:
@@ -232,3 +213,16 @@ class _Server:
             answer = encoded(self._keys.run(name, *args), "store")
             self._comm.isend_whole(answer, rank, _REPLY).wait()
             nap_s = _NAPS_S[0]
+
+
+def _found(poll: Callable[[], Any], limit_s: float, expected: str, remedy: str | None = None) -> Any:
+    """Return what ``poll()`` returns once it is not None; `TimeLimitError` after ``limit_s`` seconds."""
+    began_s, nap_s = time.monotonic(), _NAPS_S[0]
+    while (found := poll()) is None:
+        if time.monotonic() - began_s > limit_s:
+            raise TimeLimitError(
+                "torch.distributed store", expected=f"{expected} within {limit_s:g} s", got="none", remedy=remedy
+            )
+        time.sleep(nap_s)
+        nap_s = min(2 * nap_s, _NAPS_S[1])
+    return found
