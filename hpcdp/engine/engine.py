@@ -207,8 +207,11 @@ def _system() -> ctypes.CDLL:
 
 
 NAPS_S = (50e-6, 1e-3)
-"""Seconds of the first and the longest nap between calls of a lane's ``idle``; each nap is twice as long as the last.
+"""Seconds of the first and the longest nap between calls of a lane's ``idle``. Each nap is twice as long as the last
+while the process computes, and an eighth longer while it waits: naps then delay what ``idle`` waits for by an eighth.
 """
+_BUSY = 0.5
+"""The share of a nap in which a process that computes uses a core."""
 
 ADVANCED = "advanced"
 """The answer of a lane's ``idle`` whose work has advanced: the next nap is the shortest."""
@@ -284,13 +287,15 @@ class Workers:
             return NAPS_S[0]
         if len(lane.deferred) < pending or answer == ADVANCED:
             nap_s = NAPS_S[0]
+        began_s, used_s = time.perf_counter(), time.process_time()
         if not bell.acquire(timeout=nap_s):
             with self._schedule.lock:
                 if bell in lane.asleep:
                     lane.asleep.remove(bell)
                 else:
                     bell.acquire()
-        return min(2 * nap_s, NAPS_S[1])
+        is_busy = time.process_time() - used_s > _BUSY * (time.perf_counter() - began_s)
+        return min(nap_s * (2 if is_busy else 1.125), NAPS_S[1])
 
     def _ask(self, lane: Lane, idle: Callable[[], object]) -> object:
         """Call ``idle``; return its answer, true if it has work in progress."""
@@ -463,7 +468,7 @@ class Engine:
             threads: the number of tasks of the lane that may run at a time.
             idle: called on the lane's thread while none of its tasks can run. True means that work is in progress: it
                 is called again after a nap, which a push interrupts. Naps are 50 us after a task, when a deferred one
-                has ended, or when ``idle`` returns `ADVANCED`; then they double up to 1 ms. An exception of ``idle``
+                has ended, or when ``idle`` returns `ADVANCED`; then they grow to 1 ms. An exception of ``idle``
                 becomes that of all unfinished deferred tasks of the lane.
 
         Raises:
