@@ -32,10 +32,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from ..comm.progress import LANES, MESSAGE_NBYTES
+from ..comm.progress import LANES, messages
 from ..core.checks import choices
 from ..errors import UnsupportedError
-from . import halving_doubling, hierarchical, intra_node, tree
+from . import hierarchical, intra_node, tree
 
 _LEAST_S_PER_BYTE = 1e-15  # a petabyte per second; keeps the logarithm finite
 
@@ -127,7 +127,7 @@ ETHERNET = MachineModel(
     across=Link(20e-6, 8e-10, 8e-10),
     copy_s_per_byte=1e-10,
     gamma_s_per_byte=1e-10,
-    message_s=5e-6,
+    message_s=20e-6,
     wait_s=0.5e-6,
     call_s=3e-6,
 )
@@ -248,14 +248,24 @@ def levels(topology: Topology) -> tuple[Load, ...]:
 @lru_cache
 def double_levels(topology: Topology) -> tuple[Load, ...]:
     """Return the loads of the steps up two binary trees at once, from their leaves."""
-    n = topology.ranks
+    return tuple(_load(source, dest, topology) for source, dest in _edges_of_double_tree(topology.ranks))
+
+
+@lru_cache
+def double_tree(topology: Topology) -> Load:
+    """Return the load of all messages of a segment, up and down two binary trees."""
+    source, dest = np.concatenate(_edges_of_double_tree(topology.ranks), axis=1)
+    return _load(np.concatenate([source, dest]), np.concatenate([dest, source]), topology)
+
+
+def _edges_of_double_tree(n: int) -> list[np.ndarray]:
+    """Return the ranks and their parents in both trees, shape ``(2, edges)`` for each level, from the leaves."""
     edges: dict[int, list[tuple[int, int]]] = {}
     for rank in range(n):
         for number, place in zip(tree.tree_numbers(rank, n), tree.double_trees(rank, n), strict=True):
             if place.parent is not None:
                 edges.setdefault(number & -number, []).append((rank, place.parent))
-    sources_and_dests = [np.array(edges[level]).T for level in sorted(edges)]
-    return tuple(_load(source, dest, topology) for source, dest in sources_and_dests)
+    return [np.array(edges[level]).T for level in sorted(edges)]
 
 
 Formula = Callable[[float, Topology, MachineModel], Cost]
@@ -377,11 +387,10 @@ def _double_tree(nbytes: float, on: Topology, of: MachineModel) -> Cost:
     """
     half, steps = nbytes / 2, double_levels(on)
     down = sum((load.cost(half, of) for load in steps), Cost())
-    both = _up_and_down(down + 2 * len(steps) * _reduced(half, of), down)
-    received = min(4, 2 * (on.ranks - 1))
-    everywhere = 2 * sum(load.inside for load in steps)
-    core = Load(0, everywhere, received).cost(half, of) + _reduced(nbytes, of)
-    return replace(both, core_s=core.core_s)
+    up = down + 2 * len(steps) * _reduced(half, of)
+    all_messages = double_tree(on).cost(half, of)
+    core_s = all_messages.core_s + _reduced(nbytes, of).core_s
+    return Cost(up.alone_s + down.alone_s, all_messages.network_s, core_s)
 
 
 def _reference(nbytes: float, on: Topology, of: MachineModel) -> Cost:
@@ -521,66 +530,82 @@ _LIBRARY: dict[str, tuple[Formula, ...]] = {
 """Algorithms between which MPI libraries choose by size; in C, in one segment."""
 
 
-def _unsegmented(on: Topology) -> float:
-    return float("inf")
+Segments = Callable[[int, Topology], int]
+"""The number of segments, given the bytes of an array and the topology."""
 
 
-_OURS: dict[str, dict[str, tuple[Formula, Callable[[Topology], float]]]] = {
+def _one(nbytes: int, on: Topology) -> int:
+    return 1
+
+
+def _of_a_ring(nbytes: int, on: Topology) -> int:
+    return messages(nbytes / on.ranks)
+
+
+def _of_a_tree(nbytes: int, on: Topology) -> int:
+    return messages(nbytes)
+
+
+def _of_halves(nbytes: int, on: Topology) -> int:
+    return messages(nbytes / 2)
+
+
+_OURS: dict[str, dict[str, tuple[Formula, Segments]]] = {
     "allreduce": {
-        "reference": (_reference, _unsegmented),
-        "shared": (_shared, _unsegmented),
-        "ring": (_ring, lambda on: MESSAGE_NBYTES * on.ranks),
-        "bidirectional": (_both_ways, lambda on: 2 * MESSAGE_NBYTES * on.ranks),
-        "halving_doubling": (_halving_doubling, lambda on: halving_doubling.SEGMENT_NBYTES),
-        "recursive_doubling": (_recursive_doubling, _unsegmented),
-        "tree": (_tree, lambda on: tree.SEGMENT_NBYTES),
-        "double_tree": (_double_tree, lambda on: 2 * tree.SEGMENT_NBYTES),
+        "reference": (_reference, _one),
+        "shared": (_shared, _one),
+        "ring": (_ring, _of_a_ring),
+        "bidirectional": (_both_ways, lambda nbytes, on: messages(nbytes / 2 / on.ranks)),
+        "halving_doubling": (_halving_doubling, _of_halves),
+        "recursive_doubling": (_recursive_doubling, _one),
+        "tree": (_tree, _of_a_tree),
+        "double_tree": (_double_tree, _of_halves),
         "hierarchical": (
             _hierarchical,
-            lambda on: min(hierarchical.SEGMENT_NBYTES, MESSAGE_NBYTES * min(on.local_sizes) * on.nodes),
+            lambda nbytes, on: hierarchical.num_segments(nbytes, min(on.local_sizes), on.nodes),
         ),
     },
     "reduce_scatter": {
-        "reference": (_reference, _unsegmented),
-        "shared": (_shared_reduce_scatter, _unsegmented),
-        "ring": (_ring_reduce_scatter, lambda on: MESSAGE_NBYTES * on.ranks),
-        "halving_doubling": (_halving_reduce_scatter, lambda on: halving_doubling.SEGMENT_NBYTES),
-        "recursive_doubling": (_recursive_doubling, _unsegmented),
+        "reference": (_reference, _one),
+        "shared": (_shared_reduce_scatter, _one),
+        "ring": (_ring_reduce_scatter, _of_a_ring),
+        "halving_doubling": (_halving_reduce_scatter, _of_halves),
+        "recursive_doubling": (_recursive_doubling, _one),
     },
     "allgather": {
-        "reference": (_reference_moving, _unsegmented),
-        "shared": (_shared_allgather, _unsegmented),
-        "ring": (_ring_allgather, lambda on: MESSAGE_NBYTES * on.ranks),
-        "recursive_doubling": (_recursive_doubling, _unsegmented),
+        "reference": (_reference_moving, _one),
+        "shared": (_shared_allgather, _one),
+        "ring": (_ring_allgather, _of_a_ring),
+        "recursive_doubling": (_recursive_doubling, _one),
     },
     "broadcast": {
-        "reference": (_reference_broadcast, _unsegmented),
-        "shared": (_shared_broadcast, _unsegmented),
-        "tree": (_tree_down, lambda on: tree.SEGMENT_NBYTES),
-        "recursive_doubling": (_recursive_doubling, _unsegmented),
+        "reference": (_reference_broadcast, _one),
+        "shared": (_shared_broadcast, _one),
+        "tree": (_tree_down, _of_a_tree),
+        "recursive_doubling": (_recursive_doubling, _one),
     },
     "reduce": {
-        "reference": (_reference, _unsegmented),
-        "shared": (_shared, _unsegmented),
-        "tree": (_tree_up, lambda on: tree.SEGMENT_NBYTES),
-        "recursive_doubling": (_recursive_doubling, _unsegmented),
+        "reference": (_reference, _one),
+        "shared": (_shared, _one),
+        "tree": (_tree_up, _of_a_tree),
+        "recursive_doubling": (_recursive_doubling, _one),
     },
     "allgatherv": {
-        "shared": (_shared_exchange, _unsegmented),
-        "ring": (_ring_allgather, _unsegmented),
-        "bruck_allgather": (_bruck_allgather, _unsegmented),
-        "by_node_allgather": (_by_node_allgather, _unsegmented),
+        "shared": (_shared_exchange, _one),
+        "ring": (_ring_allgather, _one),
+        "bruck_allgather": (_bruck_allgather, _one),
+        "by_node_allgather": (_by_node_allgather, _one),
     },
     "alltoall": {
-        "shared": (_shared_exchange, _unsegmented),
-        "pairwise": (_pairwise, _unsegmented),
-        "bruck": (_bruck, _unsegmented),
-        "by_node": (_by_node, _unsegmented),
+        "shared": (_shared_exchange, _one),
+        "pairwise": (_pairwise, _one),
+        "bruck": (_bruck, _one),
+        "by_node": (_by_node, _one),
     },
-    "gather": {"shared": (_shared_rooted, _unsegmented), "direct": (_rooted, _unsegmented)},
-    "scatter": {"shared": (_shared_rooted, _unsegmented), "direct": (_rooted, _unsegmented)},
+    "gather": {"shared": (_shared_rooted, _one), "direct": (_rooted, _one)},
+    "scatter": {"shared": (_shared_rooted, _one), "direct": (_rooted, _one)},
 }
-"""Algorithms of this package: the formula of a segment, and the segment size in bytes."""
+"""Algorithms of this package: the formula of a segment, and the number of segments."""
 
 
 def predicted_s(
@@ -609,14 +634,14 @@ def predicted_s(
     if algorithm == "native":
         in_c = replace(machine, message_s=0.0)
         return machine.call_s + min(formula(nbytes, topology, in_c).alone_s for formula in _LIBRARY[collective])
-    formula, segment_nbytes = _OURS[collective][algorithm]
-    segments = max(1, -int(-nbytes // segment_nbytes(topology)))
+    formula, number = _OURS[collective][algorithm]
+    segments = number(nbytes, topology)
     return machine.call_s + pipelined_s(formula(nbytes / segments, topology, machine), segments)
 
 
 _CROWDED_NBYTES = 64 << 10
 _SHORT_NBYTES, _SHORT_MOVED_NBYTES = 16 << 10, 2 << 10
-_TCP_ALPHA_S, _LONG_ON_TCP_NBYTES, _GAIN_ON_TCP = 10e-6, 2 << 20, 0.98
+_TCP_ALPHA_S, _LONG_NBYTES, _GAIN_OF_LONG = 10e-6, 2 << 20, 0.98
 """A latency that only TCP has, arrays from which the library's sums reach 0.65 to 0.75 of its prediction there (Open
 MPI 5 on links of 1 and 10 Gbit/s), and the least predicted speed-up in this case.
 """
@@ -659,10 +684,9 @@ def model_choice(
       ``recursive_doubling``, whose messages also compare the calls of the ranks, for which the others need messages of
       their own.
     - Several nodes, longer arrays: ``native``, because the MPI library knows networks that this model does not. The
-      exception is ``hierarchical``, if the network is its slowest stage and its prediction is `_GAIN` times as fast as
-      the library's best algorithm, or `_GAIN_ON_TCP` times for long arrays on TCP. That holds for long arrays on links
-      of 10 Gbit/s, where fewer bytes and the overlap outweigh the cost of Python. On a fabric as fast as memory no gain
-      is known.
+      exception is ``hierarchical`` on TCP, if the network is its slowest stage and its prediction is `_GAIN` times as
+      fast as the library's best algorithm, or `_GAIN_OF_LONG` times for long arrays. That holds for long arrays on
+      links of 10 Gbit/s, where fewer bytes and the overlap outweigh the cost of Python. On a fabric no gain is known.
     - Without ``native`` (a reduction that MPI does not have): the lowest prediction.
 
     Only a measurement can choose others. All candidates must be able to run, and be the same on all ranks. An array
@@ -683,9 +707,8 @@ def model_choice(
     if "native" in names:
         stages = _hierarchical(nbytes, topology, machine.at(nbytes))
         suits = "hierarchical" in names and nbytes >= dtype_itemsize * topology.ranks
-        slow = stages.network_s >= stages.core_s
-        on_tcp = machine.across.alpha_s >= _TCP_ALPHA_S and nbytes >= _LONG_ON_TCP_NBYTES
-        gain = _GAIN_ON_TCP if on_tcp else _GAIN
+        slow = machine.across.alpha_s >= _TCP_ALPHA_S and stages.network_s >= stages.core_s
+        gain = _GAIN if nbytes < _LONG_NBYTES else _GAIN_OF_LONG
         return "hierarchical" if suits and slow and seconds("native") >= gain * seconds("hierarchical") else "native"
     names = [name for name in names if name in _OURS[collective] and name not in ("shared", "reference")] or names
     if nbytes < dtype_itemsize * topology.ranks:

@@ -58,11 +58,8 @@ import numpy as np
 from ..comm import Reduction, World
 from ..comm.communicator import MERGED, Messages, Steps, bounds, split
 from ..comm.consistency import Call, Calls
-from ..comm.progress import MESSAGE_NBYTES, in_lanes, segments, together
+from ..comm.progress import in_lanes, messages, together
 from ..core.arrays import Array, array_namespace
-
-SEGMENT_NBYTES = 2 * MESSAGE_NBYTES
-"""Approximate segment size; longer arrays are sent in segments."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +156,7 @@ def allreduce(x: np.ndarray, op: Reduction, comm: Messages, tag: int) -> Steps:
 def lanes(x: Array, op: Reduction, comm: Messages, tag: int) -> list[Steps]:
     """Return the machines that reduce ``x``, shape ``(count,)``, in place over all ranks of ``comm`` in segments."""
     return in_lanes(
-        segments(x, SEGMENT_NBYTES), lambda piece, lane_tag: _allreduce_segment(piece, op, comm, lane_tag), tag
+        split(x, messages(x.nbytes / 2)), lambda piece, lane_tag: _allreduce_segment(piece, op, comm, lane_tag), tag
     )
 
 
@@ -184,7 +181,7 @@ def _reduce_scatter_segment(
 
 def reduce_scatter(x: np.ndarray, out: np.ndarray, op: Reduction, comm: Messages, tag: int) -> Steps:
     """Reduce ``x``, shape ``(count,)``, over all ranks, with this rank's shard (see `split`) in ``out``."""
-    count = max(1, -(-x.nbytes // SEGMENT_NBYTES))
+    count = messages(x.nbytes / 2)
     pieces = zip(*(split(part, count) for part in split(x, comm.size)), strict=True)
     items = list(zip(pieces, split(out, count), strict=True))
     yield from together(in_lanes(items, lambda item, lane_tag: _reduce_scatter_segment(*item, op, comm, lane_tag), tag))

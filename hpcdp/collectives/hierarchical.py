@@ -27,13 +27,13 @@ import itertools
 import numpy as np
 
 from ..comm import Reduction, Request, World
-from ..comm.communicator import PolledRequest, Steps, bounds
-from ..comm.progress import LANES, MESSAGE_NBYTES, segments, together
+from ..comm.communicator import PolledRequest, Steps, bounds, split
+from ..comm.progress import LANES, LONG_MESSAGE_NBYTES, SHORT_MESSAGE_NBYTES, messages, together
 from ..comm.shared_memory import NodeMemory, ProgressCounters
 from . import ring
 
 SEGMENT_NBYTES = 4 << 20
-"""Largest segment size; with few nodes the segment that gives messages of `MESSAGE_NBYTES` is shorter."""
+"""The longest segment. One of few messages is shorter, so that more of them fit into the memory of a node."""
 
 STAGING_NBYTES = 16 << 20
 """Node memory used per rank, unless two segments need more."""
@@ -103,7 +103,7 @@ def allreduce(x: np.ndarray, op: Reduction, world: World, tag: int) -> Steps:
         return
     lanes: list[_Lane] = world.kept[__name__]
     rail = None if world.rail_comm is None else ring.Ring.through(world.rail_comm)
-    pieces = segments(x, _segment_nbytes(world))
+    pieces = split(x, num_segments(x.nbytes, world.num_rails, world.num_nodes))
     begun = 0
 
     def segments_of(number: int, lane: _Lane) -> Steps:
@@ -126,10 +126,17 @@ def prepare(world: World) -> None:
     """Allocate the staging buffers in the memory of the nodes of ``world``; all ranks must call."""
     if max(world.comm.allgather_json(world.node_memory.size)) == 1:  # no node has several ranks
         return
-    nbytes = _segment_nbytes(world)
+    nbytes = _longest_nbytes(world.num_rails * world.num_nodes)
     lanes = max(2, min(LANES, STAGING_NBYTES // nbytes))
     world.kept[__name__] = [_Lane(world.node_memory, world.num_rails, nbytes) for _ in range(lanes)]
 
 
-def _segment_nbytes(world: World) -> int:
-    return min(SEGMENT_NBYTES, MESSAGE_NBYTES * world.num_rails * world.num_nodes)
+def num_segments(nbytes: int, rails: int, nodes: int) -> int:
+    """Return in how many segments to reduce ``nbytes``, each in ``rails`` shards over ``nodes`` nodes."""
+    parts = rails * nodes
+    return max(messages(nbytes / parts), -(-nbytes // _longest_nbytes(parts)))
+
+
+def _longest_nbytes(parts: int) -> int:
+    """Return the longest segment for messages of one of its ``parts``."""
+    return min(SEGMENT_NBYTES, max(LONG_MESSAGE_NBYTES, SHORT_MESSAGE_NBYTES * parts))

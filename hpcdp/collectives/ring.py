@@ -35,7 +35,7 @@ import numpy as np
 
 from ..comm import Communicator, Reduction, Request
 from ..comm.communicator import Messages, Steps, split
-from ..comm.progress import LANES, MESSAGE_NBYTES, TAGS, in_lanes, segments, together
+from ..comm.progress import LANES, TAGS, in_lanes, messages, together
 from ..core.arrays import Array, array_namespace
 from ..errors import UnsupportedError
 
@@ -110,27 +110,22 @@ def allreduce(x: np.ndarray, op: Reduction, comm: Messages, tag: int, turn: Requ
     yield from together(lanes(x, op, Ring.through(comm), tag, turn=turn))
 
 
-def lanes(x: Array, op: Reduction, ring: Ring, tag: int, most: int = LANES, turn: Request | None = None) -> list[Steps]:
-    """Return the machines that reduce ``x``, shape ``(count,)``, over ``ring`` in segments, ``most`` at a time."""
-    pieces = segments(x, MESSAGE_NBYTES * ring.size)
-    return in_lanes(pieces, lambda piece, lane_tag: allreduce_segment(piece, op, ring, lane_tag), tag, most, turn)
-
-
-def lanes_of_chunks(
-    x: Array, op: Reduction, ring: Ring, tag: int, nbytes: int, turn: Request | None = None
+def lanes(
+    x: Array, op: Reduction, ring: Ring, tag: int, most: int = LANES, turn: Request | None = None, number: int = 0
 ) -> list[Steps]:
-    """Return machines as `lanes`, with messages of about ``nbytes`` on which the sums do not depend.
+    """Return the machines that reduce ``x``, shape ``(count,)``, over ``ring`` in segments, ``most`` at a time.
 
-    Chunks are those of the whole ``x``, so every element is summed in the same order for all message sizes.
+    Chunks are those of the whole ``x``, and a segment is a piece of each, so that every element is summed in the same
+    order for any ``number`` of segments. By default, messages have the length of `messages`.
     """
     partial, final = _chunks(x, op, ring)
-    number = max(1, -(-max(chunk.nbytes for chunk in final) // nbytes))
+    number = number or messages(max(chunk.nbytes for chunk in final))
     pieces = [list(zip(*(split(chunk, number) for chunk in chunks), strict=True)) for chunks in (partial, final)]
 
     def steps(piece: tuple[Sequence[Array], Sequence[Array]], lane_tag: int) -> Steps:
         return _reduce_and_gather(*piece, op, ring, lane_tag)
 
-    return in_lanes(list(zip(*pieces, strict=True)), steps, tag, LANES, turn)
+    return in_lanes(list(zip(*pieces, strict=True)), steps, tag, most, turn)
 
 
 def reduce_scatter(x: np.ndarray, out: np.ndarray, op: Reduction, comm: Messages, tag: int) -> Steps:
@@ -151,7 +146,7 @@ def allgather(out: np.ndarray, comm: Messages, tag: int) -> Steps:
 
 def _in_lanes(shards: Sequence[np.ndarray]) -> list[tuple[np.ndarray, ...]]:
     """Return the same piece of every shard for each lane."""
-    lanes = min(LANES, max(1, shards[-1].nbytes // MESSAGE_NBYTES))
+    lanes = min(LANES, messages(shards[-1].nbytes))
     return list(zip(*(split(shard, lanes) for shard in shards), strict=True))
 
 

@@ -50,10 +50,7 @@ import numpy as np
 
 from ..comm import Communicator, Reduction
 from ..comm.communicator import Steps, split
-from ..comm.progress import MESSAGE_NBYTES, in_lanes, segments, together
-
-SEGMENT_NBYTES = MESSAGE_NBYTES
-"""Approximate segment size; longer arrays are sent in segments."""
+from ..comm.progress import in_lanes, messages, together
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,7 @@ def allreduce_segment(x: np.ndarray, op: Reduction, place: TreePlace, comm: Comm
 def allreduce(x: np.ndarray, op: Reduction, comm: Communicator, tag: int) -> Steps:
     """Reduce ``x``, shape ``(count,)``, in place over all ranks of ``comm``."""
     place = binomial(comm.rank, comm.size, 0)
-    pieces = segments(x, SEGMENT_NBYTES)
+    pieces = split(x, messages(x.nbytes))
     yield from together(
         in_lanes(pieces, lambda piece, lane_tag: allreduce_segment(piece, op, place, comm, lane_tag), tag)
     )
@@ -115,7 +112,7 @@ def allreduce(x: np.ndarray, op: Reduction, comm: Communicator, tag: int) -> Ste
 def broadcast(x: np.ndarray, root: int, comm: Communicator, tag: int) -> Steps:
     """Overwrite ``x``, shape ``(count,)``, on all ranks with the values of ``root``."""
     place = binomial(comm.rank, comm.size, root)
-    pieces = segments(x, SEGMENT_NBYTES)
+    pieces = split(x, messages(x.nbytes))
     yield from together(in_lanes(pieces, lambda piece, lane_tag: broadcast_segment(piece, place, comm, lane_tag), tag))
 
 
@@ -129,7 +126,7 @@ def reduce(x: np.ndarray, op: Reduction, root: int, comm: Communicator, tag: int
         if place.parent is None:
             op.finish(total, comm.size, piece)
 
-    yield from together(in_lanes(segments(x, SEGMENT_NBYTES), segment, tag))
+    yield from together(in_lanes(split(x, messages(x.nbytes)), segment, tag))
 
 
 def in_order_tree(number: int, n: int) -> TreePlace:
@@ -173,5 +170,5 @@ def double_tree_allreduce(x: np.ndarray, op: Reduction, comm: Communicator, tag:
         def segment(piece: np.ndarray, lane_tag: int, place: TreePlace = place) -> Steps:
             return allreduce_segment(piece, op, place, comm, lane_tag)
 
-        machines += in_lanes(segments(half, SEGMENT_NBYTES), segment, tag + len(machines))
+        machines += in_lanes(split(half, messages(half.nbytes)), segment, tag + len(machines))
     yield from together(machines)

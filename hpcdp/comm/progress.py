@@ -33,7 +33,7 @@ T = TypeVar("T")
 TAGS = 1 << LANE_BITS
 """Tags of one operation, the maximum number of its lanes of segments."""
 
-_YIELDS = 200
+YIELDS = 200
 """Tests, each after a yield of the core, before a thread that waits for an operation naps: some 0.2 ms."""
 PATIENCE_S = 1.0
 """Seconds that count as waiting time between two tests."""
@@ -146,7 +146,7 @@ class Operation(Generic[T]):
         if self.is_over and self.convert is None:
             self.has_ended()
         else:
-            wait_for(self.test, _YIELDS)
+            wait_for(self.test, YIELDS)
         return self.value
 
 
@@ -311,10 +311,20 @@ _TURN_S = 1e-3
 LANES = 16
 """Segments in flight at once: while one is added up, others keep the link busy."""
 
-MESSAGE_NBYTES = 60 << 10
-"""The length of a pipelined message. Over TCP, Open MPI and MPICH send up to 64 KB at once; longer messages wait until
-the receiver, which may be busy or asleep, has answered.
+SHORT_MESSAGE_NBYTES, LONG_MESSAGE_NBYTES = 60 << 10, 1 << 20
+"""The length of short messages in a pipeline, and the longest. Over TCP, Open MPI and MPICH send up to 64 KB at once;
+longer messages wait until the receiver, which may be busy or asleep, has answered. But Python takes some 50 us a
+message, in which a link of 10 Gbit/s carries 60 KB.
 """
+
+
+def messages(nbytes: float) -> int:
+    """Return the number of messages in which a pipeline sends ``nbytes`` bytes to one rank.
+
+    They are short, unless that takes more than two for each of the `LANES`; then each lane has one, if that suffices.
+    """
+    short = max(1, -int(-nbytes // SHORT_MESSAGE_NBYTES))
+    return short if short <= 2 * LANES else max(LANES, -int(-nbytes // LONG_MESSAGE_NBYTES))
 
 
 def segments(x: Array, nbytes: int) -> list[Array]:

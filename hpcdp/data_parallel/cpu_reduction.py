@@ -8,15 +8,10 @@ A reduction allocates the buckets, sums a bucket over all ranks, and gathers the
   compressed if requested. A rank that shares memory with no other rank is a node of its own.
 - `gpu_reduction.GpuReduction`: buckets on GPUs.
 - `deterministic.DeterministicReduction`: sums whose bits do not depend on the number of ranks.
-
-`fitting` measures the best length of messages between nodes. Over TCP, a message of `tasks.MESSAGE_NBYTES` is sent
-eagerly, and a longer one waits for its receiver. But Python takes about 20 us a message, which limits 60 KB messages to
-3 GB/s and 256 KB messages to 13 GB/s. Fast links need longer messages. Sums do not depend on the length.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -30,7 +25,7 @@ from ..collectives import halving_doubling, ring
 from ..comm import Communicator, Reduction, Request, World
 from ..comm.communicator import Messages, Steps, make_tag, resolve
 from ..comm.gpu_buckets.transport import GpuTransport
-from ..comm.progress import MESSAGE_NBYTES, ProgressEngine, TaskGroup, in_lanes, run_until_complete, segments, together
+from ..comm.progress import ProgressEngine, TaskGroup, together
 from ..comm.shared_memory import NodeMemory
 from ..comm.watchdog import WatchedBarrier
 from ..compression import Compression, ErrorFeedback, compressed_allreduce, sent_and_plain_nbytes
@@ -38,67 +33,6 @@ from ..core.arrays import Array, array_namespace, from_host, is_half, is_host, t
 from ..core.state import Part, Sharded
 from ..kernels.reference import EVERY_ROW, SUM
 from .bucket_layout import Bucket, Layout, ParameterLike, Slot, State
-
-LONGER_NBYTES = (256 << 10, 1 << 20)
-"""Message lengths to try. 4 MB took as long as 1 MB on links of 10 and 25 Gbit/s, and in memory."""
-_FROM_NBYTES = 1 << 20
-"""Length of the longest bucket from which on lengths are measured; shorter buckets need few messages."""
-_MESSAGES, _TURNS = 4, 3
-_GAIN = 1.1
-"""Speedup that justifies a longer message; measurements vary by a few percent."""
-
-
-def fitting(world: World, comm: Communicator | None, longest_nbytes: int) -> int:
-    """Return the best message length in bytes between the ranks of ``comm``, the same on all of them.
-
-    All ranks of ``comm`` must call with the same arguments. The first call for a communicator size in a world takes a
-    few milliseconds, or 110 ms over 1 Gbit/s.
-
-    Args:
-        world: the ranks, which keep the result.
-        comm: the ranks that exchange messages; None where this rank sends none.
-        longest_nbytes: bytes of the longest bucket.
-    """
-    if comm is None or comm.size == 1 or longest_nbytes < _FROM_NBYTES:
-        return MESSAGE_NBYTES
-    nbytes: int = world.keep(("message length", comm.size), lambda: measured(comm))
-    return nbytes
-
-
-def measured(comm: Communicator) -> int:
-    """Measure ever longer messages on the slowest rank of ``comm``, until one gains too little; see `fitting`."""
-    chosen = MESSAGE_NBYTES
-    for longer in LONGER_NBYTES:
-        chosen_s, longer_s = _seconds(comm, (chosen, longer), _MESSAGES * longer)
-        if chosen_s <= _GAIN * longer_s:
-            break
-        chosen = longer
-    return chosen
-
-
-def _seconds(comm: Communicator, lengths: tuple[int, int], nbytes: int) -> tuple[float, float]:
-    """Return the seconds of ring steps with messages of each of two lengths: send, add, send the sum on."""
-    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    own, received = np.zeros((2, nbytes // 4), np.float32)
-    total = resolve("reduction", "sum", own.dtype)
-
-    def exchanged(pair: tuple[np.ndarray, np.ndarray], tag: int) -> Steps:
-        yield [comm.isend(pair[0], right, tag), comm.irecv(pair[1], left, tag)]
-        total.into(*pair)
-        yield [comm.isend(pair[0], right, tag), comm.irecv(pair[1], left, tag)]
-
-    def seconds(length: int) -> float:
-        pairs = list(zip(segments(own, length), segments(received, length), strict=True))
-        comm.barrier()
-        begin = time.perf_counter()
-        run_until_complete(together(in_lanes(pairs, exchanged, make_tag(0, 0))))
-        return time.perf_counter() - begin
-
-    turns = [[seconds(length) for length in lengths] for _ in range(_TURNS)]
-    best = [min(of_length) for of_length in zip(*turns, strict=True)]
-    first, second = (max(of_length) for of_length in zip(*comm.allgather_json(best), strict=True))
-    return first, second
-
 
 SHORT_NBYTES = 64 << 10
 """Size up to which the number of consecutive messages decides the time, not their length."""
@@ -137,23 +71,17 @@ class InterNodeReduction(Coder):
         signature: see `make_tag`.
         buckets: the buckets to sum.
         compression: how messages are compressed; None: not at all.
-        message_nbytes: approximate length of the longest message, the same on all ranks; sums do not depend on it.
     """
 
     def __init__(
-        self,
-        comm: Communicator,
-        signature: int,
-        buckets: Sequence[Bucket],
-        compression: Compression | None,
-        message_nbytes: int = MESSAGE_NBYTES,
+        self, comm: Communicator, signature: int, buckets: Sequence[Bucket], compression: Compression | None
     ) -> None:
         feedback: list[ErrorFeedback] = []
         if compression is not None and comm.size > 1:
             sizes = [(bucket.shard[1] - bucket.shard[0], np.dtype(bucket.mine.dtype)) for bucket in buckets]
             feedback = [compression.for_array(*size) for size in sizes]
         super().__init__(comm, feedback, [bucket.shard for bucket in buckets])
-        self._message_nbytes, self._signature = message_nbytes, signature % comm.signatures
+        self._signature = signature % comm.signatures
         if self.feedback:
             kernels.load("gradients")  # compile now: in the first step all ranks would wait
         self._padding = [padding(bucket.slots, bucket.shard) for bucket in buckets] if self.feedback else []
@@ -185,21 +113,21 @@ class InterNodeReduction(Coder):
             put_back(feedback.residual, host, aside)
         else:
             total = resolve("reduction", "sum", host.dtype)
-            yield from together(lanes_of_segment(host, total, self.comm, tag, self._message_nbytes, turn))
+            yield from together(lanes_of_segment(host, total, self.comm, tag, turn))
         if host is not shard:
             shard[...] = from_host(host, shard)
 
 
 def lanes_of_segment(
-    x: Array, total: Reduction, comm: Messages, tag: int, nbytes: int, turn: Request | None
+    x: Array, total: Reduction, comm: Messages, tag: int, turn: Request | None, number: int = 0
 ) -> list[Steps]:
     """Return the exchanges that sum a segment by ``total`` in place, each with its own tag.
 
-    Messages have at most about ``nbytes``, on which the bits do not depend.
+    A ring divides each rank's part into ``number`` messages, on which the bits do not depend; see `ring.lanes`.
     """
     if comm.size > 2 and x.nbytes <= SHORT_NBYTES:
         return halving_doubling.lanes(x, total, comm, tag)
-    return ring.lanes_of_chunks(x, total, ring.Ring.through(comm), tag, nbytes, turn)
+    return ring.lanes(x, total, ring.Ring.through(comm), tag, turn=turn, number=number)
 
 
 def set_aside(residual: Array, slots: Sequence[Slot], columns: tuple[int, int]) -> list[tuple[slice, Array]]:
@@ -526,8 +454,7 @@ class HierarchicalReduction(SharedMemoryReduction):
         """See `BucketReduction.allocate`."""
         self._buckets = buckets = super().allocate(layout)
         if self._rail is not None:
-            nbytes = fitting(self._world, self._rail, 0 if self.keeps_unsent else layout.longest_nbytes)
-            self.coder = InterNodeReduction(self._rail, self._signature, buckets, self._compression, nbytes)
+            self.coder = InterNodeReduction(self._rail, self._signature, buckets, self._compression)
         return buckets
 
     def prepare(self, bucket: Bucket) -> Reduce:

@@ -40,7 +40,6 @@ from ..compression import Codec, Compression, ErrorFeedback, coded_segments, com
 from ..core.arrays import Array, Event, Stream, Streams, gpu
 from ..core.checks import choices
 from ..errors import DeviceError, UnsupportedError
-from . import cpu_reduction
 from .bucket_layout import LINE_NBYTES, Bucket, Layout, ParameterLike, Slot
 from .cpu_reduction import (
     BucketReduction,
@@ -373,7 +372,7 @@ class Direct:
         MPI                                | send, receive          | send, receive          | send ...
 
     Segments and the order of each sum are those of `Staging`, and so are the bits. But a message is a whole chunk of a
-    segment: 8 MiB / n for n nodes. Short messages (`MESSAGE_NBYTES`) only keep host memory flowing over TCP. From a
+    segment: 8 MiB / n for n nodes. Shorter messages only keep host memory flowing over TCP. From a
     GPU's memory, libraries send all but a few KB after a handshake. Then the adapter reads the memory, or the library
     pipelines it through its own, in pieces of 512 KB to 4 MB (UCX's ``RNDV_FRAG_SIZE``) or of 1 MB (MPICH's
     ``CH4_OFI_GPU_PIPELINE_BUFFER_SZ``). So each further message costs a handshake, and here an event and a kernel.
@@ -402,7 +401,7 @@ class Direct:
 
         def through(segment: Array, own_tag: int) -> Steps:
             with streams.on_device(), self._stream:
-                exchanges = lanes_of_segment(segment, _SUM, comm, own_tag, segment.nbytes, turn)
+                exchanges = lanes_of_segment(segment, _SUM, comm, own_tag, turn, number=1)
             return together([_on_stream(streams, self._stream, steps) for steps in exchanges])
 
         yield from together(in_lanes(segments(part, SEGMENT_NBYTES), through, tag))
@@ -551,7 +550,6 @@ class GpuReduction(BucketReduction):
                 self._direct = Direct(streams, len(sizes), self._across)
             elif self._across is not None:
                 self._staging = Staging(streams, [self._part(number).nbytes for number in range(len(sizes))])
-                self._message_nbytes = cpu_reduction.fitting(world, self._across, layout.longest_nbytes)
         self._signature = signature
         self._writers: list[dict[int, Stream]] = [{} for _ in sizes]
         """Streams, by address, that have written each bucket since it was last `filled`."""
@@ -692,7 +690,7 @@ class GpuReduction(BucketReduction):
 
         def total(x: np.ndarray, tag: int, turn: Request | None) -> Steps:
             kind = resolve("reduction", "sum", x.dtype)
-            return together(lanes_of_segment(x, kind, across, tag, self._message_nbytes, turn))
+            return together(lanes_of_segment(x, kind, across, tag, turn))
 
         return (yield from self._staging.sum(number, self._part(number), row, total, tag, turn))
 

@@ -9,9 +9,10 @@ import pytest
 from by_numpy import assert_close, assert_same_bits, data, reduced
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from message_length import set_message_nbytes
 from raises import raises
 
-from hpcdp.collectives import ALGORITHMS, allreduce, broadcast, halving_doubling, iallreduce, ring, tree
+from hpcdp.collectives import ALGORITHMS, allreduce, broadcast, iallreduce
 from hpcdp.comm import thread_comm
 from hpcdp.comm.communicator import OPERATION_BITS, PolledRequest, disagree
 from hpcdp.comm.progress import TAGS, ProgressEngine, TaskGroup, in_lanes, run_until_complete, segments, together
@@ -169,9 +170,7 @@ def test_operations_are_waited_for_in_another_order_on_every_rank(nodes, calls, 
         return arrays
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ring, "MESSAGE_NBYTES", 64)
-        for module in (halving_doubling, tree, tree):
-            patch.setattr(module, "SEGMENT_NBYTES", 256)
+        set_message_nbytes(patch, 64)
         results = thread_comm.run(n, rank, tuple(nodes))
     for (count, op, algorithm), *arrays in zip(calls, *results, strict=True):
         assert_close(arrays[0], reduced(n, count, "float32", op), n, op, algorithm)

@@ -8,6 +8,7 @@ import pytest
 from by_numpy import CASES, DTYPES, assert_close, assert_same_bits, counts, data, part, reduced
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from message_length import set_message_nbytes
 
 from hpcdp.collectives import (
     ALGORITHMS,
@@ -15,14 +16,11 @@ from hpcdp.collectives import (
     allgather,
     allreduce,
     broadcast,
-    halving_doubling,
     hierarchical,
     iallreduce,
     intra_node,
     reduce,
     reduce_scatter,
-    ring,
-    tree,
 )
 from hpcdp.comm import thread_comm
 from hpcdp.core.arrays import dtype_of
@@ -42,9 +40,8 @@ FEW = [("float16", "sum"), ("bfloat16", "mean"), ("float32", "max"), ("float64",
 @pytest.fixture
 def short_segments(monkeypatch):
     """So that small arrays go in many."""
-    monkeypatch.setattr(ring, "MESSAGE_NBYTES", 256)
-    for module in (halving_doubling, tree, tree, hierarchical):
-        monkeypatch.setattr(module, "SEGMENT_NBYTES", 1024)
+    set_message_nbytes(monkeypatch, 256)
+    monkeypatch.setattr(hierarchical, "SEGMENT_NBYTES", 1024)
     monkeypatch.setattr(intra_node, "CHUNK_NBYTES", 512)
     monkeypatch.setattr(intra_node, "BY_ALL_NBYTES", 64)  # both ways of exchanging
 

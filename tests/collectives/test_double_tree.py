@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from by_numpy import Recorded
+from message_length import set_message_nbytes
 
 from hpcdp.collectives import tree
 from hpcdp.comm import thread_comm
@@ -62,7 +63,7 @@ def test_the_drawing():
 @pytest.mark.parametrize("segments", [1, 3, 20])
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 6, 8])
 def test_what_is_sent(n, segments, monkeypatch):
-    monkeypatch.setattr(tree, "SEGMENT_NBYTES", 64)
+    set_message_nbytes(monkeypatch, 64)
 
     def rank(world):
         comm = Recorded(world.comm)

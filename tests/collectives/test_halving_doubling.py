@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from by_numpy import Recorded, data, reduced
+from message_length import set_message_nbytes
 
 from hpcdp.collectives import halving_doubling
 from hpcdp.comm import thread_comm
@@ -81,7 +82,7 @@ def test_the_longest_messages_of_an_allreduce_go_to_the_nearest_rank(n):
 
 
 def test_long_arrays_go_in_segments_of_their_own_tags(monkeypatch):
-    monkeypatch.setattr(halving_doubling, "SEGMENT_NBYTES", 64)
+    set_message_nbytes(monkeypatch, 32)
     for sent in allreduced(4, 16 * 20):
         assert sizes(sent) == (4 * 20, 2 * 3 * 64 * 20 / 4)
         assert {tag for _, tag, _ in sent} == set(range(64, 64 + LANES))

@@ -5,6 +5,7 @@ import pytest
 from by_numpy import Recorded, part
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from message_length import set_message_nbytes
 
 from hpcdp.collectives import allgather, allreduce, reduce_scatter, ring
 from hpcdp.comm import thread_comm
@@ -55,7 +56,7 @@ def test_a_chunk_is_added_up_on_its_way_from_its_position_on(n):
 @pytest.mark.parametrize("segments", [1, 3, 20])
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
 def test_what_an_allreduce_sends(n, segments, monkeypatch):
-    monkeypatch.setattr(ring, "MESSAGE_NBYTES", 4 * 6)
+    set_message_nbytes(monkeypatch, 4 * 6)
     count = n * 6 * segments
     sent = recorded(n, lambda comm: run_until_complete(ring.allreduce(np.ones(count, "f4"), SUM, comm, 128)))
     for messages in sent:
@@ -69,7 +70,7 @@ def test_what_an_allreduce_sends(n, segments, monkeypatch):
 @given(n=st.integers(1, 8), count=st.integers(0, 100), nbytes=st.integers(1, 500))
 def test_all_ranks_together_send_the_formula_at_any_count(n, count, nbytes):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ring, "MESSAGE_NBYTES", nbytes)
+        set_message_nbytes(patch, nbytes)
 
         def rank(world):
             allreduce(np.ones(count), "sum", world, "ring")
@@ -77,7 +78,7 @@ def test_all_ranks_together_send_the_formula_at_any_count(n, count, nbytes):
 
         traffic = thread_comm.run(n, rank)
     assert sum(rank.nbytes for rank in traffic) == 2 * (n - 1) * 8 * count
-    assert {rank.messages for rank in traffic} == {2 * (n - 1) * max(1, -(-8 * count // (nbytes * n)))}
+    assert {rank.messages for rank in traffic} == {2 * (n - 1) * max(1, -(-8 * -(-count // n) // nbytes))}
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 7])
@@ -93,7 +94,7 @@ def test_each_half_alone_sends_half(n, monkeypatch):
 
 
 def test_long_parts_go_in_lanes(monkeypatch):
-    monkeypatch.setattr(ring, "MESSAGE_NBYTES", 8 * 10)
+    set_message_nbytes(monkeypatch, 8 * 10)
     sent = recorded(3, lambda comm: run_until_complete(ring.reduce_scatter(np.ones(90), np.empty(30), SUM, comm, 64)))
     for messages in sent:
         assert {tag for _, tag, _ in messages} == {64, 65, 66}

@@ -5,6 +5,7 @@ import pytest
 from by_numpy import Recorded, assert_close, assert_same_bits, data, reduced
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from message_length import set_message_nbytes
 from raises import raises
 
 from hpcdp.collectives import ring
@@ -33,7 +34,7 @@ def after(order, rank):
 @pytest.mark.parametrize("weights", [None, (3, 1), (0.25, 0.75), (1, 0)])
 @pytest.mark.parametrize("message_nbytes", [1 << 17, 64])
 def test_two_rings_over_eight_carry_their_shares(weights, message_nbytes, monkeypatch):
-    monkeypatch.setattr(ring, "MESSAGE_NBYTES", message_nbytes)
+    set_message_nbytes(monkeypatch, message_nbytes)
     count = 8 * 8 * 64
     first, second = (1, 1) if weights is None else weights
     results = over(8, count, EIGHT, weights)
@@ -64,7 +65,7 @@ def test_any_orders_and_weights(n, count, nbytes, draw):
     orders = draw.draw(st.lists(st.permutations(range(n)), min_size=1, max_size=4))
     weights = draw.draw(st.lists(st.integers(0, 9), min_size=len(orders), max_size=len(orders)).filter(any))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ring, "MESSAGE_NBYTES", nbytes)
+        set_message_nbytes(patch, nbytes)
         results = over(n, count, orders, weights)
     for x, _ in results:
         assert_close(x, reduced(n, count), n, "sum")

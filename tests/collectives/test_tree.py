@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from by_numpy import Recorded, data
+from message_length import set_message_nbytes
 
 from hpcdp.collectives import tree
 from hpcdp.comm import thread_comm
@@ -48,7 +49,7 @@ def test_the_drawing():
 @pytest.mark.parametrize("segments", [1, 3, 20])
 @pytest.mark.parametrize(("n", "root"), [(1, 0), (2, 1), (5, 3), (8, 0), (8, 6)])
 def test_what_is_sent(n, root, segments, monkeypatch):
-    monkeypatch.setattr(tree, "SEGMENT_NBYTES", 64)
+    set_message_nbytes(monkeypatch, 64)
     x, nbytes = np.ones(16 * segments, "f4"), 64 * segments
     children = [len(tree.binomial(rank, n, root).children) for rank in range(n)]
     assert sent(n, lambda comm: tree.broadcast(x.copy(), root, comm, 64)) == [

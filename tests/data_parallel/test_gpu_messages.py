@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import gpu_on_host
 import numpy as np
 import pytest
+from message_length import set_message_nbytes
 from pairs import in_turn, pairs
 from parameters_on_gpus import SHAPES, Parameter, check_steps, device_of, show_gpus, use_gpu
 from raises import raises
@@ -86,7 +87,8 @@ def test_sums_have_the_bits_of_those_through_the_host(reached, monkeypatch, run,
     way, n, nodes, dtype, overlap = run
     show_gpus(monkeypatch, COUNTS[way])
     monkeypatch.setattr(cpu_reduction, "SHORT_NBYTES", short_nbytes)  # by a ring, and by halving
-    monkeypatch.setattr(cpu_reduction, "fitting", lambda *of: 300)
+    if short_nbytes == 0:
+        set_message_nbytes(monkeypatch, 300)
     through_host = []
     copy = Streams.copy_async
 
@@ -112,7 +114,6 @@ def test_sums_have_the_bits_of_those_through_the_host(reached, monkeypatch, run,
 def test_a_message_is_a_whole_chunk_of_a_segment(reached, monkeypatch, n):
     show_gpus(monkeypatch, 0)
     monkeypatch.setattr(cpu_reduction, "SHORT_NBYTES", 0)
-    monkeypatch.setattr(cpu_reduction, "fitting", lambda *of: progress.MESSAGE_NBYTES)
     segment_nbytes = 300_000
     monkeypatch.setattr(gpu_reduction, "SEGMENT_NBYTES", segment_nbytes)
     sent = []
@@ -139,7 +140,7 @@ def test_a_message_is_a_whole_chunk_of_a_segment(reached, monkeypatch, n):
     most = segment_nbytes / n
     assert len(counts["direct"]) == 4 * n * 2 * (n - 1)
     assert 0.99 * most <= min(counts["direct"]) <= max(counts["direct"]) <= most
-    assert max(counts["staged"]) <= progress.MESSAGE_NBYTES + 8
+    assert max(counts["staged"]) <= progress.SHORT_MESSAGE_NBYTES + 8
 
 
 def test_who_waits_for_the_gpu_looks_after_the_node(reached, monkeypatch):
