@@ -30,7 +30,7 @@ from .. import collectives
 from ..collectives import Monoid, data_movement, intra_node
 from ..comm import World, init
 from ..comm.communicator import wait_for
-from ..comm.progress import Operation, ProgressEngine
+from ..comm.progress import YIELDS, Operation, ProgressEngine
 from ..comm.watchdog import Watchdog
 from ..core.arrays import Array, kinds
 from ..errors import ConfigError, HpcdpError, TimeLimitError, UnsupportedError
@@ -244,8 +244,9 @@ class Work(dist._Work):  # type: ignore[misc]
             return False
 
         try:
-            if self._group is not None and self._group.world.concurrent:
-                progress = ProgressEngine.of(self._group.world)
+            world = None if self._group is None else self._group.world
+            if world is not None and world.concurrent and world.num_nodes == 1:
+                progress = ProgressEngine.of(world)
                 for _ in range(_SPINS):
                     if operation.is_over:
                         return
@@ -254,7 +255,7 @@ class Work(dist._Work):  # type: ignore[misc]
                 while not self._ends_within(_LOOK_S) and not test():
                     pass
             else:
-                wait_for(test)
+                wait_for(test, YIELDS)
         except TimeLimitError:
             raise
         except Exception:  # of the operation; `_count` keeps it
