@@ -38,6 +38,7 @@ from numba import types
 from numba.core import cgutils, config, sigutils
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, IndexDataCacheFile, UserProvidedCacheLocator
 from numba.core.registry import CPUDispatcher
+from numba.core.runtime import rtsys
 from numba.core.typing import signature
 from numba.extending import intrinsic
 
@@ -204,8 +205,10 @@ class _Forgiving(FunctionCache):
         """Return the cached version for ``sig``, or None; `_NotKeptError` in `_read_only`."""
         code = None
         if self._is_open:
+            # Numba's `load_overload` would first set up its compiler, for 0.16 s; machine code needs only the runtime.
+            rtsys.initialize(target_context)
             with contextlib.suppress(OSError):
-                code = super().load_overload(sig, target_context)
+                code = self._load_overload(sig, target_context)
         if code is None and getattr(_here, "reads_only", False):
             raise _NotKeptError
         return code
