@@ -473,10 +473,10 @@ class InMemory:
         if not self.is_patient:
             self._spins[0], self._sleep_ns[0] = _SHORT_WAIT if waits else (0, 0)
 
-    def spin(self) -> None:
-        """Let kernels that return at once poll as often as those of a blocking call before that; see `wait_shortly`."""
+    def spin(self, most: int | None = None) -> None:
+        """Let kernels that return at once poll before that; default as often as a blocking call. See `wait_shortly`."""
         self.be_patient(False)
-        self._spins[0] = self._patience[0]
+        self._spins[0] = self._patience[0] if most is None else min(most, self._patience[0])
 
     def difference(self, call: Call) -> Steps:
         """Raise the error for ranks that have made different calls; all ranks must run it.

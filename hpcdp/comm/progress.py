@@ -11,7 +11,6 @@ others.
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 import weakref
@@ -68,21 +67,22 @@ class Operation(Generic[T]):
     """The result, once it is complete."""
     is_over = False
     """True once it is complete or has failed."""
+    error: BaseException | None = None
+    """Why it has failed."""
     convert: Callable[[T], Any] | None = None
     """Makes what `wait` returns of the result, for callers whose arrays are of another kind; `test` calls it once the
     operation is complete, until it succeeds.
     """
+    spin: Callable[[], object] | None = None
+    """Polls in a kernel for what it waits for."""
+    may_nap = False
+    """True if the progress lane may nap before it polls."""
     waited_s = 0.0
     _tested_at: float | None = None
 
-    def __init__(
-        self, call: tuple[Any, ...], test: Callable[[], bool], has_ended: Callable[[], bool], watchdog: Watchdog
-    ) -> None:
-        self.call = call
-        self.has_ended = has_ended
-        """Returns whether it is complete, or raises its error, without advancing any operation."""
-        self._test, self._watchdog = test, watchdog
-        self._callbacks: deque[Callable[[], object]] = deque()
+    def __init__(self, progress: ProgressEngine, call: tuple[Any, ...]) -> None:
+        self.call, self._progress = call, progress
+        self._callbacks: list[Callable[[], object]] = []
 
     def add_done_callback(self, callback: Callable[[], object]) -> None:
         """Call ``callback()`` when the operation is over, in the thread that has completed it; at once if it is over.
@@ -100,25 +100,33 @@ class Operation(Generic[T]):
         while (callback := _next(self._callbacks)) is not None:
             callback()
 
+    def has_ended(self) -> bool:
+        """Return whether it is complete, or raise its error, without advancing any operation."""
+        if self.error is not None:
+            raise self.error
+        return self.is_over
+
     def test(self) -> bool:
         """Return whether it is complete; never block.
 
         Raises:
             HpcdpError: the operation has failed.
         """
-        watchdog, now = self._watchdog, time.monotonic()
+        watchdog, now = self._progress.watchdog, time.monotonic()
         if self._tested_at is not None:
             self.waited_s += min(now - self._tested_at, PATIENCE_S)
         self._tested_at = now
         done = True
         try:
-            done = self._test()
+            if not self.is_over:
+                self._progress.advance_all()
+            done = self.has_ended()
         finally:
             if not done:
                 if watchdog.tested is None or watchdog.tested.waited_s < self.waited_s:
                     watchdog.tested = self
-            else:
-                self.settled()
+            elif watchdog.tested is self:
+                watchdog.tested = None
         if done and self.convert is not None:
             self.value = self.convert(self.value)
             self.convert = None
@@ -126,23 +134,29 @@ class Operation(Generic[T]):
 
     def watch(self) -> None:
         """Let the watchdog observe it until `unwatch`, because its owner waits for it without testing it."""
-        self._watchdog.enter(self.call)
+        self._progress.watchdog.enter(self.call)
 
     def unwatch(self) -> None:
         """End what `watch` began; nothing if it has not."""
-        self._watchdog.leave(self.call)
+        self._progress.watchdog.leave(self.call)
 
-    def settled(self) -> None:
-        """Stop the watchdog's observation."""
-        if self._watchdog.tested is self:
-            self._watchdog.tested = None
+    def end(self, error: BaseException | None = None) -> None:
+        """Note that it is over, with its `value` or an error."""
+        self.error, self.is_over = error, True
+        progress = self._progress
+        if progress.watchdog.tested is self:  # another request's test may have ended it
+            progress.watchdog.tested = None
+        if self._callbacks:
+            progress.note_end(self)
 
     def wait(self) -> T:
-        """Block until it is complete, and return its result.
+        """Block until it is complete, and return its result; poll in the kernels first, as a blocking call does.
 
         Raises:
             HpcdpError: the operation has failed.
         """
+        if not self.is_over:
+            self._progress.spin(self)
         if self.is_over and self.convert is None:
             self.has_ended()
         else:
@@ -155,26 +169,16 @@ NOT_YET: Any = object()
 
 
 class PolledOperation(Operation[T]):
-    """A nonblocking operation without stages, in the place of a task; made by `ProgressEngine.start_polled`."""
+    """A nonblocking operation without stages, in the place of a task; see `ProgressEngine.start_polled`."""
 
     stages = 0
+    may_nap = True
 
     def __init__(
         self, progress: ProgressEngine, call: tuple[Any, ...], poll: Callable[[], T], spin: Callable[[], object] | None
     ) -> None:
-        super().__init__(call, self._advance_all, _no, progress.watchdog)
-        self._progress, self._poll, self.spin = progress, poll, spin
-
-    def _advance_all(self) -> bool:
-        if not self.is_over:
-            self._progress.advance_all()
-        return self.has_ended()
-
-    def wait(self) -> T:
-        """See `Operation.wait`; poll in the kernels first, as a blocking call does."""
-        if not self.is_over:
-            self._progress.spin(self)
-        return super().wait()
+        super().__init__(progress, call)
+        self._poll, self.spin = poll, spin
 
     def watch(self) -> None:
         """See `Operation.watch`; the progress lane polls from now on, because nobody tests the operation."""
@@ -189,19 +193,13 @@ class PolledOperation(Operation[T]):
             value = self._poll()
             if value is not NOT_YET:
                 self.value = value
-                self._end(_yes)
+                self.end()
         except Exception as error:
-            self._end(functools.partial(_raise, error))
+            self.end(error)
         except BaseException as error:  # Ctrl-C ends the wait with the operation incomplete
-            self._end(functools.partial(_raise, error))
+            self.end(error)
             raise
         return self.is_over
-
-    def _end(self, has_ended: Callable[[], bool]) -> None:
-        self._test = self.has_ended = has_ended  # no more references to itself
-        self.is_over = True
-        self.settled()  # another request's test may have ended it
-        self._progress.note_end(self)
 
 
 class RunningTask:
@@ -370,7 +368,7 @@ class ProgressEngine:
         """Tokens of operations that have not begun, because they wait for another one, or for those before them."""
         self._num_begun = 0
         """The number of operations of all ranks that have begun and not ended."""
-        self._over: deque[Operation[Any]] = deque()
+        self._over: list[Operation[Any]] = []
         """Operations that are over, and whose callbacks have not been called."""
         self.turn = threading.RLock()
         """Held by the thread that advances `active`: worlds may be used by different threads."""
@@ -422,7 +420,7 @@ class ProgressEngine:
 
     def ended(self, name: str, value: T) -> Operation[T]:
         """Return an operation that is complete, with its result."""
-        operation: Operation[T] = Operation((name,), _yes, _yes, self.watchdog)
+        operation: Operation[T] = Operation(self, (name,))
         operation.value, operation.is_over = value, True
         return operation
 
@@ -448,12 +446,10 @@ class ProgressEngine:
             after: an operation whose end the first steps wait for, or whose error they raise. So do operations of all
                 ranks that are started later, which keep their order.
         """
-        ended = False
-        failure: BaseException | None = None
         waits = after is not None or (bool(self._not_begun) and peers is None)
+        operation: Operation[T] = Operation(self, _watched(name, x, peers))
 
         def to_its_end() -> Steps:
-            nonlocal ended, failure
             try:
                 if waits:
                     yield from self._turn_after(after)
@@ -463,26 +459,13 @@ class ProgressEngine:
                 finally:
                     self._num_begun -= peers is None
             except Exception as error:
-                failure = error
+                operation.end(error)
             except BaseException as error:  # Ctrl-C ends the wait with the operation incomplete
-                failure = error
+                operation.end(error)
                 raise
-            finally:
-                ended = operation.is_over = True
-                operation.settled()  # another request's test may have ended it
-                self.note_end(operation)
+            else:
+                operation.end()
 
-        def has_ended() -> bool:
-            if failure is not None:
-                raise failure
-            return ended
-
-        def test() -> bool:
-            if not ended:
-                self.advance_all()
-            return has_ended()
-
-        operation: Operation[T] = Operation(_watched(name, x, peers), test, has_ended, self.watchdog)
         memory = self.calls.memory if self.is_awaited else None
         with self.turn:
             if memory is not None:
@@ -492,11 +475,11 @@ class ProgressEngine:
             finally:
                 if memory is not None:
                     memory.wait_shortly(False)
-            if not ended and (self._lingers or not self._is_polled):
+            if not operation.is_over and (self._lingers or not self._is_polled):
                 self._poll_on_lane()
         self._call_back()
-        if isinstance(failure, UnsupportedError):
-            raise failure
+        if isinstance(operation.error, UnsupportedError):
+            raise operation.error
         return operation
 
     def start_polled(
@@ -520,13 +503,19 @@ class ProgressEngine:
             peers: as for `start`.
             spin: polls in a kernel for what the operation waits for; None: for a message.
         """
+        if spin is None and self._mailbox is not None:
+            spin = self._mailbox.spin
         operation = PolledOperation(self, _watched(name, x, peers), poll, spin)
         with self.turn:
-            self._polls_left = _IDLE_POLLS
-            self.active.running.append(operation)
-            if not self._is_polled or (self._lingers and self._has_gpu()):
-                self._poll_on_lane()
+            self.add_polled(operation)
         return operation
+
+    def add_polled(self, operation: PolledOperation[Any]) -> None:
+        """Start an operation, see `start_polled`; the caller holds `turn`."""
+        self._polls_left = _IDLE_POLLS
+        self.active.running.append(operation)
+        if not self._is_polled or (self._lingers and self._has_gpu()):
+            self._poll_on_lane()
 
     @property
     def may_begin(self) -> bool:
@@ -592,12 +581,8 @@ class ProgressEngine:
         For a thread that waits for ``operation``, with a core of its own. While another thread advances the operations,
         it returns at once, or within `_TURN_S` if the progress lane may nap next, see `start_polled`.
         """
-        memory, mailbox = self.calls.memory, self._mailbox
-        may_nap = isinstance(operation, PolledOperation)
-        spin = operation.spin if isinstance(operation, PolledOperation) else None
-        if spin is None and mailbox is not None:
-            spin = mailbox.spin
-        if not self.turn.acquire(blocking=may_nap, timeout=_TURN_S if may_nap else -1):
+        memory, spin = self.calls.memory, operation.spin
+        if not self.turn.acquire(False) and not (operation.may_nap and self.turn.acquire(timeout=_TURN_S)):
             return
         try:
             if memory is not None:
@@ -608,7 +593,8 @@ class ProgressEngine:
             if memory is not None:
                 memory.wait_shortly(False)
             self.turn.release()
-            self._call_back()
+            if self._over:
+                self._call_back()
 
     def _poll_on_lane(self) -> None:
         """Wake the progress lane; the caller holds `turn`."""
@@ -673,21 +659,9 @@ def _watched(name: str, x: object, peers: Sequence[int] | None) -> tuple[Any, ..
     return (f"wait for {name}", x) if peers is None else (name, x, list, OWN, *peers)
 
 
-def _yes() -> bool:
-    return True
-
-
-def _no() -> bool:
-    return False
-
-
-def _raise(error: BaseException) -> bool:
-    raise error
-
-
-def _next(queue: deque[T]) -> T | None:
-    """Remove and return the first item of a queue that other threads use, too; None if there is none."""
+def _next(queue: list[T]) -> T | None:
+    """Remove and return the first item of a short queue that other threads use, too; None if there is none."""
     try:
-        return queue.popleft() if queue else None  # an exception takes 1 us
+        return queue.pop(0) if queue else None  # an exception takes 1 us
     except IndexError:
         return None

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from .. import kernels
 from ..core import state
 from ..errors import UnsupportedError
 from .communicator import Steps
 from .consistency import Call, InMemory
-from .progress import NOT_YET, Operation, ProgressEngine, RunningTask, run_until_complete
+from .progress import NOT_YET, Operation, PolledOperation, ProgressEngine, RunningTask, run_until_complete
 from .world import World
 
 T = TypeVar("T")
 
-SHORT_NBYTES = 64 << 10
+SHORT_NBYTES = 256 << 10
 """The longest arrays whose nonblocking exchange begins in the thread of its caller, and is polled there and seldom by
 the progress lane: to wake that takes longer than to move them.
+"""
+
+_SPINS = 100
+"""Polls for other ranks, some 3 us, before a nonblocking call returns: an operation takes longer to make and wait for.
 """
 
 
@@ -84,8 +88,10 @@ class BoundExchange(NamedTuple):
                 exchanges with computation, is not woken.
         """
         kernel, done, other, memory = self
+        not_yet = memory.exchange.NOT_YET
         progress, meetings, protected = ProgressEngine.of(world), world.meetings, state.held
-        watchdog, calls, turn, name = progress.watchdog, progress.calls, progress.turn, call.operation
+        watchdog, calls, turn = progress.watchdog, progress.calls, progress.turn
+        name, watched = call.operation, f"wait for {call.operation}"
 
         def start(finish: Callable[[], T], usual: Any, x: Any, out: Any) -> Operation[T] | None:
             if meetings or (protected and state.protection_of(out) is not None):
@@ -96,13 +102,9 @@ class BoundExchange(NamedTuple):
                 if not progress.may_begin or not memory.is_idle:
                     return None
                 ticket = memory.begin()
-                if progress.is_awaited:
-                    memory.spin()
-                    met = kernel(id(x), id(out))
-                    memory.wait_shortly(False)
-                else:
-                    memory.be_patient(False)
-                    met = kernel(id(x), id(out))
+                memory.spin(None if progress.is_awaited else _SPINS)
+                met = kernel(id(x), id(out))
+                memory.wait_shortly(False)
                 if met in (done, other):
                     memory.end()
                 if met == other:
@@ -111,55 +113,63 @@ class BoundExchange(NamedTuple):
                 calls.number += 1
                 if met == done:
                     return progress.ended(name, finish())
-                poll: _PollOfExchange[Any] = _PollOfExchange(self, call, ticket, met, finish, usual, x, out)
-                return progress.start_polled(name, poll, x, None, list)  # it polls in the kernel itself
+                arguments = call, ticket, finish, usual
+                operation: _ExchangeInProgress[T] = _ExchangeInProgress(progress, (watched, x), self, arguments, x, out)
+                if met != not_yet:
+                    operation.rest = RunningTask(operation.steps(met))
+                progress.add_polled(operation)
+                return operation
 
         return start
 
 
-class _PollOfExchange(Generic[T]):
-    """The poll of a `BoundExchange` for which other ranks have not arrived, see `ProgressEngine.start_polled`."""
+class _ExchangeInProgress(PolledOperation[T]):
+    """A nonblocking `BoundExchange` for which other ranks have not arrived."""
 
-    __slots__ = ("_arguments", "_exchange", "_objects", "_rest", "_value")
+    rest: RunningTask | None = None
+    """What follows once the kernel has returned another value than that it waits."""
 
-    def __init__(self, exchange: BoundExchange, call: Call, ticket: int, met: int, *arguments: Any) -> None:
-        finish, usual, x, out = arguments
-        self._exchange, self._objects, self._value = exchange, (x, out), NOT_YET
-        self._arguments = call, ticket, finish, usual
-        self._rest: RunningTask | None = None
-        if met != exchange.memory.exchange.NOT_YET:
-            self._rest = RunningTask(self._steps(met))
+    def __init__(
+        self,
+        progress: ProgressEngine,
+        watched: tuple[Any, ...],
+        exchange: BoundExchange,
+        arguments: tuple[Any, ...],
+        x: Any,
+        out: Any,
+    ) -> None:
+        Operation.__init__(self, progress, watched)
+        self._exchange, self._arguments, self._x, self._out = exchange, arguments, x, out
 
-    def __call__(self) -> T:
-        if self._rest is None:
+    def _poll(self) -> T:
+        if self.rest is None:
             kernel, done, _, memory = self._exchange
-            x, out = self._objects
-            met, node = kernel(id(x), id(out)), memory.memory
+            met = kernel(id(self._x), id(self._out))
             if met == done:
                 memory.end()
                 return self._arguments[2]()  # type: ignore[no-any-return]
+            node = memory.memory
             node.meanwhile()
             if met == memory.exchange.NOT_YET and node.failure is None:
                 return NOT_YET  # type: ignore[no-any-return]
-            self._rest = RunningTask(self._steps(met))
-        self._rest.advance()
-        return self._value  # type: ignore[no-any-return]
+            self.rest = RunningTask(self.steps(met))
+        return self.value if self.rest.advance() else NOT_YET
 
-    def _steps(self, met: int) -> Steps:
-        """Continue after the kernel has returned another value than that it waits."""
+    def steps(self, met: int) -> Steps:
+        """Continue after the kernel has returned ``met``."""
         kernel, done, other, memory = self._exchange
-        (x, out), (call, ticket, finish, usual), changed = self._objects, self._arguments, memory.exchange.CHANGED
+        (call, ticket, finish, usual), changed = self._arguments, memory.exchange.CHANGED
         try:
             while met not in (done, changed):
                 if met == other:
                     expected = "an array that keeps its shape and flags until the operation is complete"
                     raise UnsupportedError(call.operation, expected=expected, got="an array that has been changed")
                 yield from memory.not_yet(met, call)
-                met = kernel(id(x), id(out))
+                met = kernel(id(self._x), id(self._out))
         finally:
             if met != changed:
                 memory.end()
-        self._value = finish() if met == done else (yield from usual(ticket))
+        self.value = finish() if met == done else (yield from usual(ticket))
 
 
 def repeated_barrier(world: World, memory: InMemory, call: Call) -> Callable[[Any, Any], bool]:
