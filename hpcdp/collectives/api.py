@@ -251,6 +251,7 @@ class _Scatter:
             rows = data_movement.rows_of_ranks(operation, x.shape, splits, n)
             ends = [end * math.prod(x.shape[1:]) for end in offsets(rows)]
             self._shape = rows[me], *x.shape[1:]
+            of = f"{operation} of {tuple(x.shape)} {x.dtype}, splits {rows}"
             sizes = [last - first for first, last in itertools.pairwise(ends)]
         if out is not None:
             check_like(operation, out, self._shape, x.dtype)
@@ -258,7 +259,7 @@ class _Scatter:
         self.result: np.ndarray | None
         if sizes is None or min(sizes) == max(sizes):
             if sizes is not None:
-                self.plan = _planned(operation, x, op, algorithm, world, 0, *factors, f"splits {sizes}")
+                self.plan = _planned(operation, x, op, algorithm, world, 0, *factors, of)
             in_place = sizes is None and type(x) is np.ndarray and x.flags.carray and type(out) is np.ndarray
             is_view = in_place and np.shares_memory(x, out)
             is_spared = self.plan.bound is not None and host.flags.carray
@@ -266,7 +267,7 @@ class _Scatter:
             self.result = self._shard = np.empty(ends[me + 1] - ends[me], host.dtype)
         elif algorithm == "auto" and n * max(sizes) > 2 * ends[n]:
             name = "iallreduce" if operation.startswith("i") else "allreduce"
-            self.plan = _planned(name, x, op, algorithm, world, 0, *factors, f"{operation}, splits {sizes}")
+            self.plan = _planned(name, x, op, algorithm, world, 0, *factors, of)
             self.work = np.array(host, order="C").reshape(-1)
             self.result, self._shard = None, self.work[ends[me] : ends[me + 1]]
         else:
@@ -274,7 +275,7 @@ class _Scatter:
             for part, first, size in zip(padded, ends, sizes, strict=False):
                 part[:size] = flat_x[first : first + size]
             self.work = padded.reshape(-1)
-            self.plan = _planned(operation, self.work, op, algorithm, world, 0, *factors, f"splits {sizes}")
+            self.plan = _planned(operation, self.work, op, algorithm, world, 0, *factors, of)
             self.result = np.empty(max(sizes), host.dtype)
             self._shard = self.result[: sizes[me]]
 
@@ -710,7 +711,7 @@ def _planned(
 ) -> _Plan:
     """Return the cached plan of a call; only the first calls of a world communicate for it.
 
-    All ranks must pass the same ``fact``, beside the other arguments.
+    All ranks must pass the same ``fact``, which describes the call in errors instead of the shape of ``x``.
     """
     if type(x) is not np.ndarray:
         refuse_mask(operation, "x", x)
@@ -796,10 +797,9 @@ def _kind_of(
 def _call(
     operation: str, x: Array, op: str | Monoid, algorithm: str, root: int, factors: tuple[float, float], fact: str
 ) -> Call:
-    """Return the values that must agree on all ranks."""
+    """Return the values that must agree on all ranks; ``fact`` replaces the description of ``x``."""
     name = op.name if isinstance(op, Monoid) else "" if op is _MOVED else op
     dtype = getattr(x.dtype, "name", x.dtype)
-    of = f"{operation} of {tuple(x.shape)} {dtype}"
+    of = fact or f"{operation} of {tuple(x.shape)} {dtype}"
     scaled = "" if factors == (1, 1) else f" with prescale {factors[0]!r} and postscale {factors[1]!r}"
-    facts = [of, f"op {name!r}{scaled}", f"algorithm {algorithm!r}", f"root {root}", *([fact] if fact else [])]
-    return Call(operation, *facts)
+    return Call(operation, of, f"op {name!r}{scaled}", f"algorithm {algorithm!r}", f"root {root}")

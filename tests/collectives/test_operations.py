@@ -9,7 +9,17 @@ from by_numpy import data, part, reduced
 from raises import raises
 
 import hpcdp
-from hpcdp.collectives import ALGORITHMS, Monoid, allgather, allreduce, broadcast, iallreduce, reduce, reduce_scatter
+from hpcdp.collectives import (
+    ALGORITHMS,
+    Monoid,
+    allgather,
+    allreduce,
+    broadcast,
+    iallreduce,
+    ireduce_scatter,
+    reduce,
+    reduce_scatter,
+)
 from hpcdp.comm import init, thread_comm
 from hpcdp.comm.consistency import Call, Calls, require_same
 from hpcdp.comm.progress import TaskGroup
@@ -331,6 +341,16 @@ def test_broadcast_reads_the_root_s_array_and_writes_the_others():
     assert thread_comm.run(3, rank) == [[0.0, 1.0, 2.0, 3.0]] * 3
     with raises(UnsupportedError, operation="broadcast", where="x", expected="writeable"):
         thread_comm.run(2, lambda world: broadcast(read_only(4), world=world))
+
+
+def test_a_mismatch_of_splits_names_the_shapes_of_the_callers():
+    def rank(world):
+        rows, splits = 5 + world.rank, [4, 1 + world.rank]
+        for call in (reduce_scatter, lambda *args, **kwargs: ireduce_scatter(*args, **kwargs).wait()):
+            with raises(MismatchError, expected=["(5, 2)", [4, 1]], got=["(6, 2)", [4, 2]]):
+                call(np.ones((rows, 2)), world=world, splits=splits)
+
+    thread_comm.run(2, rank)
 
 
 @pytest.mark.parametrize("dtype", ["?", "c16", "f2"])
