@@ -36,6 +36,7 @@ from .staging import (
     flat,
     is_writeable,
     movable,
+    no_array,
     on_host,
     ranks_of,
     receiver,
@@ -295,7 +296,7 @@ def allgather(x: ArrayT, world: World | None = None, algorithm: str = "auto", ou
 
     Args:
         x: as for `allreduce`, or of a complex or bool dtype. Without ``out``, ranks may differ in the length of axis
-            0, which may be 0; a number counts as shape ``(1,)``.
+            0, which may be 0; an array without axes counts as shape ``(1,)``.
         world: the ranks; default `hpcdp.init()`.
         algorithm: ``"auto"``, or a name in ``ALGORITHMS["allgather"]``. Without ``out`` also ``"bruck_allgather"``
             and, on several nodes of which one has several ranks, ``"by_node_allgather"``; all but these and ``"ring"``
@@ -721,7 +722,7 @@ def _planned(
         key = operation, x.shape, x.dtype, name, by_monoid, algorithm, root, prescale, postscale, fact
         plan: _Plan | None = world.kept.get(CHOICES, _NO_PLANS).get(key)
     except AttributeError:
-        raise UnsupportedError(operation, where="x", expected="an array", got=type(x).__name__) from None
+        raise no_array(operation, "x", x) from None
     except TypeError:
         _factors(operation, prescale, postscale)
         got = f"{op!r} and {algorithm!r}"

@@ -70,7 +70,7 @@ def gather(x: ArrayT, root: int = 0, world: World | None = None, out: ArrayT | N
 
     Args:
         x: an array of NumPy, CuPy or PyTorch, of any integer, float, complex or bool dtype. Ranks may differ in the
-            length of axis 0, which may be 0. A number counts as shape ``(1,)``.
+            length of axis 0, which may be 0. An array without axes counts as shape ``(1,)``.
         root: the rank that receives.
         world: the ranks; default `hpcdp.init()`.
         out: on ``root`` the array that receives all rows; default a new one.

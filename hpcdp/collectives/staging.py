@@ -35,7 +35,7 @@ from ..core.arrays import (
     to_host,
 )
 from ..core.state import refuse_change
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, type_named
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -245,8 +245,18 @@ def check_like(operation: str, out: Array, shape: tuple[int, ...], dtype: Any) -
 def check_array(operation: str, where: str, x: Array) -> None:
     """Check that ``x`` is an array without a mask."""
     if not hasattr(x, "dtype"):
-        raise UnsupportedError(operation, where=where, expected="an array", got=type(x).__name__)
+        raise no_array(operation, where, x)
     refuse_mask(operation, where, x)
+
+
+def no_array(operation: str, where: str, x: object) -> UnsupportedError:
+    """Return the error for ``x``, which is no array.
+
+    Numbers of Python are refused, because a result cannot be left in them, and ranks could differ in their types.
+    """
+    is_number = isinstance(x, (int, float, complex))
+    remedy = f"pass np.array({x!r})" if is_number else "pass np.array(...)" if isinstance(x, (list, tuple)) else None
+    return UnsupportedError(operation, where=where, expected="an array", got=type_named(x), remedy=remedy)
 
 
 def refuse_mask(operation: str, where: str, x: Array) -> None:
@@ -263,8 +273,9 @@ def is_writeable(x: Array) -> bool:
 def check_writeable(operation: str, where: str, x: Array) -> None:
     """Check that ``x`` may be written to."""
     if not is_writeable(x):
-        got = "a number" if isinstance(x, np.generic) else "a read-only array"
-        raise UnsupportedError(operation, where=where, expected="a writeable array", got=got)
+        is_number = isinstance(x, np.generic)
+        got, remedy = ("a number", f"pass np.array({x.item()!r})") if is_number else ("a read-only array", None)
+        raise UnsupportedError(operation, where=where, expected="a writeable array", got=got, remedy=remedy)
     refuse_change(x, where, operation)
 
 

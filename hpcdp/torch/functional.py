@@ -40,7 +40,7 @@ def allgather(x: torch.Tensor, world: World | None = None) -> torch.Tensor:
     """Return every rank's rows, concatenated in the order of the ranks; every rank must call.
 
     Args:
-        x: a tensor; ranks may differ in the length of axis 0. A number counts as shape ``(1,)``.
+        x: a tensor; ranks may differ in the length of axis 0. A tensor without axes counts as shape ``(1,)``.
         world: the ranks; default `hpcdp.init()`.
     """
     return _AllGather.apply(x, ranks_of(world))  # type: ignore[no-any-return, no-untyped-call]

@@ -281,7 +281,7 @@ def test_what_cannot_be_reduced_is_said(collective, x, op, fields):
 
 
 @pytest.mark.parametrize("collective", ["allgather", "broadcast"])
-@pytest.mark.parametrize("x", [np.zeros(3, ">f4"), np.zeros(2, "i4,f4"), np.array(["a"]), [1, 2]])
+@pytest.mark.parametrize("x", [np.zeros(3, ">f4"), np.zeros(2, "i4,f4"), np.array(["a"]), [1, 2], 3.0])
 def test_what_cannot_be_moved_is_said(collective, x):
     with raises(HpcdpError, operation=collective):
         thread_comm.run(2, lambda world: COLLECTIVES[collective](x, world=world))
