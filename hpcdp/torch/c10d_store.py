@@ -20,6 +20,8 @@ from ..comm.communicator import Communicator
 from ..errors import TimeLimitError
 
 _REQUEST, _REPLY = 1, 2
+_LEAVE = "leave"
+"""The request of a rank whose program ends."""
 _DEFAULT_TIMEOUT = timedelta(minutes=5)
 _NAPS_S = (50e-6, 10e-3)
 """Seconds of the first and the longest nap of a thread that waits for a message."""
@@ -97,10 +99,16 @@ class MpiStore(dist.Store):  # type: ignore[misc]
         self._comm = world.comm.duplicate()
         self._keys = Keys() if world.rank == 0 else None
         self._busy = threading.Lock()
-        if self._keys is not None and world.size > 1:
+        if self._keys is None:
+            world.endings.add(self._leave)
+        elif world.size > 1:
             server = _Server(self._comm, self._keys)
             world.kept[_Server] = server
             world.endings.add(server.end)
+
+    def _leave(self) -> None:
+        """Let rank 0 end, too."""
+        self._comm.isend_whole(encoded([_LEAVE], "store"), 0, _REQUEST).wait()
 
     def _ask(self, name: str, *args: Any) -> Any:
         if self._keys is not None:
@@ -108,9 +116,8 @@ class MpiStore(dist.Store):  # type: ignore[misc]
         with self._busy:
             request = self._comm.isend_whole(encoded([name, *args], "store"), 0, _REQUEST)
             limit_s = max(self._limit.total_seconds(), _LEAST_LIMIT_S)
-            remedy = "let rank 0 not end before the others have used the store"
             poll = functools.partial(self._comm.irecv_any, _REPLY)
-            _, reply, receiving = _found(poll, limit_s, "an answer of rank 0", remedy)
+            _, reply, receiving = _found(poll, limit_s, "an answer of rank 0")
             receiving.wait()
             request.wait()
             return decoded(reply)
@@ -187,22 +194,21 @@ def _as_bytes(value: str | bytes) -> bytes:
 
 
 class _Server:
-    """The thread of rank 0 that answers requests until the program ends."""
+    """The thread of rank 0 that answers requests until the programs of all other ranks end."""
 
     def __init__(self, comm: Communicator, keys: Keys) -> None:
         self._comm, self._keys = comm, keys
-        self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="hpcdp-torch-store", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
-        """Stop the thread."""
-        self._has_ended.set()
+        """Wait for the end of the other ranks, because they may use the store after the program of rank 0 has ended."""
         self._thread.join()
 
     def _serve(self) -> None:
-        nap_s = _NAPS_S[0]
-        while not self._has_ended.wait(nap_s):
+        nap_s, ranks = _NAPS_S[0], self._comm.size - 1
+        while ranks:
+            time.sleep(nap_s)
             message = self._comm.irecv_any(_REQUEST)
             if message is None:
                 nap_s = min(2 * nap_s, _NAPS_S[1])
@@ -210,19 +216,20 @@ class _Server:
             rank, data, request = message
             request.wait()
             name, *args = decoded(data)
+            if name == _LEAVE:
+                ranks -= 1
+                continue
             answer = encoded(self._keys.run(name, *args), "store")
             self._comm.isend_whole(answer, rank, _REPLY).wait()
             nap_s = _NAPS_S[0]
 
 
-def _found(poll: Callable[[], Any], limit_s: float, expected: str, remedy: str | None = None) -> Any:
+def _found(poll: Callable[[], Any], limit_s: float, expected: str) -> Any:
     """Return what ``poll()`` returns once it is not None; `TimeLimitError` after ``limit_s`` seconds."""
     began_s, nap_s = time.monotonic(), _NAPS_S[0]
     while (found := poll()) is None:
         if time.monotonic() - began_s > limit_s:
-            raise TimeLimitError(
-                "torch.distributed store", expected=f"{expected} within {limit_s:g} s", got="none", remedy=remedy
-            )
+            raise TimeLimitError("torch.distributed store", expected=f"{expected} within {limit_s:g} s", got="none")
         time.sleep(nap_s)
         nap_s = min(2 * nap_s, _NAPS_S[1])
     return found

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 
 import torch
 from torch.distributed import destroy_process_group, init_process_group
@@ -26,5 +27,10 @@ for _step in range(3):
     optimizer.zero_grad(set_to_none=True)
 total = sum(float(p.detach().double().abs().sum()) for p in model.parameters())
 if rank == 0:
-    print(f"RESULT {world_size} {total:.6f}")
+    print(f"RESULT {world_size} {total:.6f}", flush=True)
+    torch.distributed.distributed_c10d._get_default_store().set("total", str(total))
+    raise SystemExit(0)  # the others may use the store after the end of rank 0
+time.sleep(1)
+torch.distributed.new_group(list(range(1, world_size)), use_local_synchronization=True)
+assert torch.distributed.distributed_c10d._get_default_store().get("total") == str(total).encode()
 destroy_process_group()
