@@ -54,6 +54,8 @@ class HpcdpError(Exception):
         self.rank = rank
         self.is_on_every_rank = False
         """True if every rank of a world raises this error (`hpcdp.comm.consistency`), so that one rank reports it."""
+        self.is_settled = False
+        """True if no other rank of a collective call waits for this one: it raises an error, too, or is done."""
         super().__init__(operation)
 
     def __str__(self) -> str:

@@ -31,10 +31,8 @@ from .staging import (
     bytes_of,
     check_array,
     check_like,
-    check_writeable,
     checked_root,
     flat,
-    is_writeable,
     movable,
     no_array,
     on_host,
@@ -43,6 +41,7 @@ from .staging import (
     refuse_mask,
     source_of,
     staged_of,
+    validation,
 )
 
 T = TypeVar("T")
@@ -99,9 +98,7 @@ def allreduce(
     repeat = _repeated(world, x, "allreduce", op, algorithm, 0, prescale, postscale)
     if repeat is not None and out is None and repeat(x, x):
         return x
-    plan = _planned("allreduce", x, op, algorithm, world, 0, prescale, postscale)
-    target = x if out is None else receiver("allreduce", x, out)
-    staged = staged_of("allreduce", target)
+    plan, staged, target = _in_place("allreduce", world, x, op, algorithm, out, prescale, postscale)
     plan.run(world, flat(staged))
     if staged is not target:
         bring_back(staged, target)
@@ -137,9 +134,7 @@ def iallreduce(
     begin = _repeated(world, x, "iallreduce", op, algorithm, 0, prescale, postscale)
     if begin is not None and out is None and (operation := begin(lambda: x, None, x, x)) is not None:
         return operation  # type: ignore[no-any-return]
-    plan = _planned("iallreduce", x, op, algorithm, world, 0, prescale, postscale)
-    target = x if out is None else receiver("iallreduce", x, out)
-    staged = staged_of("iallreduce", target)
+    plan, staged, target = _in_place("iallreduce", world, x, op, algorithm, out, prescale, postscale)
 
     def then_copied_back() -> StepsTo[ArrayT]:
         yield from plan.machine(world, staged.reshape(-1))
@@ -148,6 +143,23 @@ def iallreduce(
         return target
 
     return started("iallreduce", then_copied_back(), staged, world)
+
+
+@validation
+def _in_place(
+    operation: str,
+    world: World,
+    x: ArrayT,
+    op: str | Monoid,
+    algorithm: str,
+    out: ArrayT | None,
+    prescale: float,
+    postscale: float,
+) -> tuple[_Plan, np.ndarray, ArrayT]:
+    """Return the plan of an allreduce, its working memory with the values of ``x``, and the array of the result."""
+    plan = _planned(operation, x, op, algorithm, world, 0, prescale, postscale)
+    target = x if out is None else receiver(operation, x, out)
+    return plan, staged_of(operation, target), target
 
 
 @accepts_tensors
@@ -188,7 +200,7 @@ def reduce_scatter(
         repeat = _repeated(world, x, "reduce_scatter", op, algorithm, 0, prescale, postscale)
         if repeat is not None and repeat(x, result := _new_shard(x, world) if out is None else out):
             return result  # type: ignore[return-value]
-    scatter = _Scatter("reduce_scatter", x, op, world, algorithm, out, (prescale, postscale), splits)
+    scatter = _scattered("reduce_scatter", world, x, op, algorithm, out, (prescale, postscale), splits)
     scatter.plan.run(world, scatter.work, result=scatter.result)
     return scatter.finish()
 
@@ -212,7 +224,7 @@ def ireduce_scatter(
         result = _new_shard(x, world) if out is None and begin is not None else out
         if begin is not None and (operation := begin(lambda: result, None, x, result)) is not None:
             return operation  # type: ignore[no-any-return]
-    scatter = _Scatter("ireduce_scatter", x, op, world, algorithm, out, (prescale, postscale), splits)
+    scatter = _scattered("ireduce_scatter", world, x, op, algorithm, out, (prescale, postscale), splits)
 
     def steps() -> StepsTo[Array]:
         yield from scatter.plan.machine(world, scatter.work, result=scatter.result)
@@ -233,9 +245,9 @@ class _Scatter:
     def __init__(
         self,
         operation: str,
+        world: World,
         x: Array,
         op: str | Monoid,
-        world: World,
         algorithm: str,
         out: Array | None,
         factors: tuple[float, float],
@@ -290,6 +302,9 @@ class _Scatter:
         return self._out
 
 
+_scattered = validation(_Scatter)
+
+
 @accepts_tensors
 def allgather(x: ArrayT, world: World | None = None, algorithm: str = "auto", out: ArrayT | None = None) -> ArrayT:
     """Gather every rank's ``x`` on all ranks, concatenated along axis 0; every rank must call.
@@ -318,9 +333,7 @@ def allgather(x: ArrayT, world: World | None = None, algorithm: str = "auto", ou
         repeat = _repeated(world, flat(out), "allgather", _MOVED, algorithm)  # the ranks' ``out`` may differ in shape
         if repeat is not None and repeat(x, out):
             return out
-    host, gathered, out = _gathered("allgather", x, world, out)
-    plan = _planned("allgather", flat(gathered), _MOVED, algorithm, world)
-    shard = _own_shard(gathered, host, world)
+    plan, host, gathered, shard, out = _gathered("allgather", world, x, algorithm, out)
     if plan.bound is None or not plan.bound(host, gathered):
         shard[...] = host.reshape(-1)
         plan.move(world, flat(gathered))
@@ -341,9 +354,8 @@ def iallgather(
         begin = _repeated(world, flat(out), "iallgather", _MOVED, algorithm)
         if begin is not None and (operation := begin(lambda: out, None, x, out)) is not None:
             return operation  # type: ignore[no-any-return]
-    host, gathered, out = _gathered("iallgather", x, world, out)
-    plan = _planned("iallgather", flat(gathered), _MOVED, algorithm, world)
-    _own_shard(gathered, host, world)[...] = host.reshape(-1)
+    plan, host, gathered, shard, out = _gathered("iallgather", world, x, algorithm, out)
+    shard[...] = host.reshape(-1)
 
     def steps() -> StepsTo[Array]:
         yield from plan.moving(world, flat(gathered))
@@ -354,25 +366,25 @@ def iallgather(
     return started("iallgather", steps(), gathered, world)
 
 
-def _gathered(operation: str, x: Array, world: World, out: Array | None) -> tuple[np.ndarray, np.ndarray, Array]:
-    """Return ``x`` on the host, ``out`` on the host, and ``out`` itself, new if it is None."""
+@validation
+def _gathered(
+    operation: str, world: World, x: Array, algorithm: str, out: Array | None
+) -> tuple[_Plan, np.ndarray, np.ndarray, np.ndarray, Array]:
+    """Return the plan, ``x`` on the host, ``out`` on the host, its shard for ``x``, and ``out``, new if it is None."""
     host = movable(operation, x)
     if out is None:
         rows, *row = np.atleast_1d(host).shape
         out = from_host(np.empty((world.size * rows, *row), host.dtype), x)
     gathered = staged_of(operation, out, "out")
-    return host, gathered, out
-
-
-def _own_shard(gathered: np.ndarray, x: np.ndarray, world: World) -> np.ndarray:
+    plan = _planned(operation, flat(gathered), _MOVED, algorithm, world)
     count, n = gathered.size, world.size
     shard = flat(gathered)[count * world.rank // n : count * (world.rank + 1) // n]
-    if shard.size != x.size or gathered.dtype != x.dtype:
+    if shard.size != host.size or gathered.dtype != host.dtype:
         raise UnsupportedError(
-            "allgather", where="out", expected=f"{x.size} {x.dtype} elements for this rank's x",
-            got=f"{shard.size} {gathered.dtype}, its shard of {gathered.size} over {world.size} ranks",
+            operation, where="out", expected=f"{host.size} {host.dtype} elements for this rank's x",
+            got=f"{shard.size} {gathered.dtype}, its shard of {count} over {n} ranks",
         )  # fmt: skip
-    return shard
+    return plan, host, gathered, shard, out
 
 
 @accepts_tensors
@@ -392,12 +404,9 @@ def broadcast(x: ArrayT, root: int = 0, world: World | None = None, algorithm: s
     repeat = _repeated(world, x, "broadcast", _MOVED, algorithm, root)
     if repeat is not None and repeat(x, x):
         return x
-    root = checked_root("broadcast", root, world)
-    refuse_change(x, "x", "broadcast")  # on the root, too: else it would wait for the others
-    plan = _planned("broadcast", x, _MOVED, algorithm, world, root)
-    staged = _broadcast_memory(x, world.rank == root)
+    plan, staged, root = _broadcasting("broadcast", world, x, root, algorithm)
     plan.move(world, flat(staged), root)
-    return _received("broadcast", staged, x, world.rank == root)
+    return _received(staged, x, world.rank == root)
 
 
 @accepts_tensors
@@ -407,27 +416,27 @@ def ibroadcast(x: ArrayT, root: int = 0, world: World | None = None, algorithm: 
     begin = _repeated(world, x, "ibroadcast", _MOVED, algorithm, root)
     if begin is not None and (operation := begin(lambda: x, None, x, x)) is not None:
         return operation  # type: ignore[no-any-return]
-    root = checked_root("ibroadcast", root, world)
-    refuse_change(x, "x", "ibroadcast")
-    plan = _planned("ibroadcast", x, _MOVED, algorithm, world, root)
-    staged = _broadcast_memory(x, world.rank == root)
+    plan, staged, root = _broadcasting("ibroadcast", world, x, root, algorithm)
 
     def steps() -> StepsTo[ArrayT]:
         yield from plan.moving(world, flat(staged), root)
-        return _received("ibroadcast", staged, x, world.rank == root)
+        return _received(staged, x, world.rank == root)
 
     return started("ibroadcast", steps(), staged, world)
 
 
-def _broadcast_memory(x: Array, is_root: bool) -> np.ndarray:
-    return source_of(x) if is_root or not is_writeable(x) else staged_of("broadcast", x)
+@validation
+def _broadcasting(operation: str, world: World, x: Array, root: int, algorithm: str) -> tuple[_Plan, np.ndarray, int]:
+    """Return the plan of a broadcast, its working memory, with the values of ``x`` on the root, and the root."""
+    root = checked_root(operation, root, world)
+    refuse_change(x, "x", operation)  # on all ranks, although the root does not change it
+    plan = _planned(operation, x, _MOVED, algorithm, world, root)
+    return plan, source_of(x) if world.rank == root else staged_of(operation, x), root
 
 
-def _received(operation: str, staged: np.ndarray, x: ArrayT, is_root: bool) -> ArrayT:
-    if not is_root:
-        check_writeable(operation, "x", x)  # not before: the root, whose x may be read-only, waits for all
-        if staged is not x:
-            bring_back(staged, x)
+def _received(staged: np.ndarray, x: ArrayT, is_root: bool) -> ArrayT:
+    if not is_root and staged is not x:
+        bring_back(staged, x)
     return x
 
 
@@ -464,8 +473,7 @@ def reduce(
         target = x if out is None or world.rank != root else out
         if (target is x or (type(target) is np.ndarray and x.shape == target.shape)) and repeat(x, target):
             return target
-    root = checked_root("reduce", root, world)
-    plan, staged, target = _rooted("reduce", x, op, root, world, algorithm, out, prescale, postscale)
+    plan, staged, target, root = _rooted("reduce", world, x, op, root, algorithm, out, prescale, postscale)
     plan.run(world, flat(staged), root)
     if world.rank == root and staged is not target:
         bring_back(staged, target)
@@ -492,8 +500,7 @@ def ireduce(
         is_alike = target is x or (type(target) is np.ndarray and x.shape == target.shape)
         if is_alike and (operation := begin(lambda: target, None, x, target)) is not None:
             return operation  # type: ignore[no-any-return]
-    root = checked_root("ireduce", root, world)
-    plan, staged, target = _rooted("ireduce", x, op, root, world, algorithm, out, prescale, postscale)
+    plan, staged, target, root = _rooted("ireduce", world, x, op, root, algorithm, out, prescale, postscale)
 
     def steps() -> StepsTo[ArrayT]:
         yield from plan.machine(world, flat(staged), root)
@@ -504,30 +511,32 @@ def ireduce(
     return started("ireduce", steps(), staged, world)
 
 
+@validation
 def _rooted(
     operation: str,
+    world: World,
     x: ArrayT,
     op: str | Monoid,
     root: int,
-    world: World,
     algorithm: str,
     out: ArrayT | None,
     prescale: float,
     postscale: float,
-) -> tuple[_Plan, np.ndarray, ArrayT]:
-    """Return the plan of a reduce, its working memory with the values of ``x``, and the array that gets the result."""
+) -> tuple[_Plan, np.ndarray, ArrayT, int]:
+    """Return the plan of a reduce, its working memory with the values of ``x``, the result's array, and the root."""
+    root = checked_root(operation, root, world)
     plan = _planned(operation, x, op, algorithm, world, root, prescale, postscale)
     if out is None:
         refuse_change(x, "x", operation)  # on all ranks, although only the root changes it
     is_root = world.rank == root
     if type(x) is np.ndarray and x.flags.carray and (out is None or not is_root):
-        return plan, x if is_root or plan.algorithm.spares_input else x.copy(), x
+        return plan, x if is_root or plan.algorithm.spares_input else x.copy(), x, root
     if is_root:
         target = x if out is None else receiver(operation, x, out)
-        return plan, staged_of(operation, target), target
+        return plan, staged_of(operation, target), target, root
     host = np.asarray(on_host(x))
     is_usable = host.flags.c_contiguous and host.flags.aligned
-    return plan, host if plan.algorithm.spares_input and is_usable else host.copy(order="C"), x
+    return plan, host if plan.algorithm.spares_input and is_usable else host.copy(order="C"), x, root
 
 
 def part_of_group(

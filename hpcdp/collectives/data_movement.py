@@ -36,11 +36,14 @@ from .staging import (
     apart,
     bring_back,
     bytes_of,
+    check_array,
     check_like,
+    check_writeable,
     checked_root,
     movable,
     present,
     ranks_of,
+    validation,
 )
 
 ArrayT = TypeVar("ArrayT", bound=Array)
@@ -246,7 +249,7 @@ def run(name: str, world: World | None, x: Any, *arguments: Any, out: Array | No
     again: _Again | None = None if key is None else world.kept.get(_remember, _NOTHING).get(key)
     if again is not None and (result := again(world, x, arguments, out)) is not _USUALLY:
         return result
-    exchange = _EXCHANGES[name](name, world, x, *arguments, out)
+    exchange = _checked_exchange_of(name, world, x, arguments, out)
     result = run_exchange(exchange, world, x)
     if key is not None:
         _remember(key, exchange, world, x)
@@ -273,7 +276,7 @@ def start(name: str, world: World | None, x: Any, *arguments: Any, out: Array | 
     again: _Again | None = None if key is None else world.kept.get(_remember, _NOTHING).get(key)
     if again is not None and (operation := again(world, x, arguments, out)) is not _USUALLY:
         return operation  # type: ignore[no-any-return]
-    exchange = _EXCHANGES[name.removeprefix("i")](name, world, x, *arguments, out)
+    exchange = _checked_exchange_of(name, world, x, arguments, out)
     operation = start_exchange(exchange, world, x)
     if key is not None and again is None and exchange.shares(world):
         operation.add_done_callback(lambda: _remember(key, exchange, world, x))
@@ -346,6 +349,16 @@ def _again_started(name: str, moved: Moved, begin: Callable[..., Operation[Any] 
 def _exchange_of(name: str, world: World, x: Any, arguments: tuple[Any, ...], out: Any) -> Exchange:
     """Return the exchange of a call of the function ``name``."""
     return _EXCHANGES[name.removeprefix("i")](name, world, x, *arguments, out)
+
+
+@validation
+def _checked_exchange_of(name: str, world: World, x: Any, arguments: tuple[Any, ...], out: Any) -> Exchange:
+    """Return `_exchange_of`, after all checks that do not depend on the other ranks."""
+    exchange = _exchange_of(name, world, x, arguments, out)
+    if exchange.out is not None:
+        check_array(name, "out", exchange.out)
+        check_writeable(name, "out", exchange.out)
+    return exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -824,20 +837,26 @@ _EXCHANGES: dict[str, Callable[..., Exchange]] = {
 
 
 class _Receiver:
-    """The memory that receives the rows of an operation: ``out`` itself if possible, else new memory on the host."""
+    """The memory that receives the rows of an operation: ``out`` itself if possible, else new memory on the host.
+
+    An ``out`` that does not fit is an error at the end, because the other ranks, which send to it, do not know of it.
+    """
 
     def __init__(self, operation: str, out: Array | None, shape: tuple[int, ...], dtype: np.dtype) -> None:
-        self._out = out
-        if out is not None:
-            check_like(operation, out, shape, dtype)
-        is_host = type(out) is np.ndarray and out.flags.carray
-        self._host: np.ndarray = out if is_host else kernels.empty(shape, dtype)  # type: ignore[assignment]
+        self._out, self._operation = out, operation
+        fits = type(out) is np.ndarray and (out.shape, out.dtype) == (shape, dtype) and out.flags.carray
+        self._host: np.ndarray = out if fits else kernels.empty(shape, dtype)  # type: ignore[assignment]
         self.data = bytes_of(self._host)
 
     def result(self, like: Array | None) -> Array:
         """Return ``out``, or a new array of the kind of ``like``."""
         if self._out is None:
             return self._host if like is None else from_host(self._host, like)
+        try:
+            check_like(self._operation, self._out, self._host.shape, self._host.dtype)
+        except UnsupportedError as error:
+            error.is_settled = True
+            raise
         if self._out is not self._host:
             bring_back(self._host, self._out)
         return self._out

@@ -23,7 +23,16 @@ from . import api, data_movement
 from .algorithm_choice import CHOICES
 from .blocks import offsets
 from .data_movement import ArrayT, Exchange, Moved
-from .staging import accepts_tensors, bring_back, bytes_of, check_writeable, checked_root, movable, ranks_of
+from .staging import (
+    accepts_tensors,
+    bring_back,
+    bytes_of,
+    check_writeable,
+    checked_root,
+    movable,
+    ranks_of,
+    validation,
+)
 
 
 @accepts_tensors
@@ -68,9 +77,7 @@ def igrouped_allreduce(
 ) -> Operation[list[ArrayT]]:
     """Start a `grouped_allreduce`, with the same arguments and errors; ``wait()`` returns its result."""
     name, world = "grouped_allreduce", ranks_of(world)
-    group = _FusedArrays.of(name, xs)
-    for x in group.arrays:
-        check_writeable(name, "xs", x)
+    group, _ = _fused(name, world, xs, are_changed=True)
     packed: list[Array] = [np.concatenate([group.hosts[i].reshape(-1) for i in members]) for members in group.by_dtype]
     factors = prescale, postscale
 
@@ -128,7 +135,7 @@ def igrouped_reduce_scatter(
 ) -> Operation[list[ArrayT]]:
     """Start a `grouped_reduce_scatter`, with the same arguments and errors; ``wait()`` returns its result."""
     name, world = "grouped_reduce_scatter", ranks_of(world)
-    group, n, factors = _FusedArrays.of(name, xs), world.size, (prescale, postscale)
+    (group, _), n, factors = _fused(name, world, xs), world.size, (prescale, postscale)
     limits = [bounds(host.size, n) for host in group.hosts]
     scattered = []
     for members in group.by_dtype:
@@ -174,18 +181,18 @@ def grouped_allgather(xs: Sequence[ArrayT], world: World | None = None) -> list[
         HpcdpError: as `grouped_allreduce`.
     """
     world = ranks_of(world)
-    return data_movement.run_exchange(_gathering("grouped_allgather", xs, world), world, xs)
+    return data_movement.run_exchange(_gathering("grouped_allgather", world, xs), world, xs)
 
 
 @accepts_tensors
 def igrouped_allgather(xs: Sequence[ArrayT], world: World | None = None) -> Operation[list[ArrayT]]:
     """Start a `grouped_allgather`, with the same arguments and errors; ``wait()`` returns its result."""
     world = ranks_of(world)
-    return data_movement.start_exchange(_gathering("grouped_allgather", xs, world), world, xs)
+    return data_movement.start_exchange(_gathering("grouped_allgather", world, xs), world, xs)
 
 
-def _gathering(name: str, xs: Sequence[Array], world: World) -> Exchange:
-    group = _FusedArrays.of(name, xs)
+def _gathering(name: str, world: World, xs: Sequence[Array]) -> Exchange:
+    group, _ = _fused(name, world, xs)
     hosts = [np.atleast_1d(host) for host in group.hosts]
     sent: np.ndarray = np.concatenate([bytes_of(host) for host in hosts])
     rows_nbytes = [data_movement.row_nbytes(host.shape[1:], host.dtype) for host in hosts]
@@ -234,10 +241,8 @@ def grouped_broadcast(xs: Sequence[ArrayT], root: int = 0, world: World | None =
 def igrouped_broadcast(xs: Sequence[ArrayT], root: int = 0, world: World | None = None) -> Operation[list[ArrayT]]:
     """Start a `grouped_broadcast`, with the same arguments and errors; ``wait()`` returns its result."""
     name, world = "grouped_broadcast", ranks_of(world)
-    group, root = _FusedArrays.of(name, xs), checked_root(name, root, world)
+    group, root = _fused(name, world, xs, root, are_changed=world.rank != root)
     is_root = world.rank == root
-    for x in group.arrays if not is_root else ():
-        check_writeable(name, "xs", x)
     packed: Array = np.concatenate([bytes_of(host) for host in group.hosts])
 
     def parts() -> list[Steps]:
@@ -262,15 +267,22 @@ class _FusedArrays:
     by_dtype: list[list[int]]
     """The numbers of the arrays of each dtype."""
 
-    @classmethod
-    def of(cls, name: str, xs: Sequence[Array]) -> _FusedArrays:
-        if isinstance(xs, (np.ndarray, str, bytes)) or not isinstance(xs, Sequence) or not xs:
-            raise UnsupportedError(name, where="xs", expected="a list of arrays, at least one", got=described(xs))
-        hosts = [movable(name, x, f"xs[{i}]") for i, x in enumerate(xs)]
-        by_dtype: dict[np.dtype, list[int]] = {}
-        for i, host in enumerate(hosts):
-            by_dtype.setdefault(host.dtype, []).append(i)
-        return cls(list(xs), hosts, list(by_dtype.values()))
+
+@validation
+def _fused(
+    name: str, world: World, xs: Sequence[Array], root: int = 0, *, are_changed: bool = False
+) -> tuple[_FusedArrays, int]:
+    """Return the arrays of a call, and its root; the arrays must be writeable if they ``are_changed``."""
+    if isinstance(xs, (np.ndarray, str, bytes)) or not isinstance(xs, Sequence) or not xs:
+        raise UnsupportedError(name, where="xs", expected="a list of arrays, at least one", got=described(xs))
+    hosts = [movable(name, x, f"xs[{i}]") for i, x in enumerate(xs)]
+    root = checked_root(name, root, world)
+    by_dtype: dict[np.dtype, list[int]] = {}
+    for i, host in enumerate(hosts):
+        if are_changed:
+            check_writeable(name, "xs", xs[i])
+        by_dtype.setdefault(host.dtype, []).append(i)
+    return _FusedArrays(list(xs), hosts, list(by_dtype.values())), root
 
 
 def _reduction_facts(op: str | Monoid, algorithm: str, factors: tuple[float, float]) -> list[str]:

@@ -33,7 +33,7 @@ from ..errors import UnsupportedError, type_named
 from . import data_movement
 from .blocks import offsets
 from .point_to_point import irecv, isend, recv, send
-from .staging import bytes_of, checked_root, ranks_of, refuse_mask
+from .staging import bytes_of, checked_root, ranks_of, refuse_mask, validation
 
 _ALIGNED = 16
 """The alignment of arrays in a message, in bytes."""
@@ -80,15 +80,16 @@ def broadcast_object(value: Any = None, root: int = 0, world: World | None = Non
         UnsupportedError: ``value`` contains anything else, which is named; on every rank.
         MismatchError: ranks differ in root or operation; the same error on every rank.
     """
-    return _broadcast("broadcast_object", value, root, ranks_of(world)).run()
+    return _broadcast("broadcast_object", ranks_of(world), value, root).run()
 
 
 def ibroadcast_object(value: Any = None, root: int = 0, world: World | None = None) -> Operation[Any]:
     """Start a `broadcast_object`, whose arguments it has; ``wait()`` returns its result, or raises its error."""
-    return _broadcast("ibroadcast_object", value, root, ranks_of(world)).start()
+    return _broadcast("ibroadcast_object", ranks_of(world), value, root).start()
 
 
-def _broadcast(name: str, value: Any, root: int, world: World) -> _ObjectCall:
+@validation
+def _broadcast(name: str, world: World, value: Any, root: int) -> _ObjectCall:
     is_root = world.rank == checked_root(name, root, world)
     message = _encoded(value, name) if is_root else _NOTHING
     exchange = data_movement.allgather_exchange(name, world, message, "auto", None, f"root {root}")
@@ -137,15 +138,16 @@ def gather_object(value: Any, root: int = 0, world: World | None = None) -> list
     Raises:
         HpcdpError: as `broadcast_object`, but a value that cannot be sent is an error on its rank and ``root`` only.
     """
-    return _gather("gather_object", value, root, ranks_of(world)).run()  # type: ignore[no-any-return]
+    return _gather("gather_object", ranks_of(world), value, root).run()  # type: ignore[no-any-return]
 
 
 def igather_object(value: Any, root: int = 0, world: World | None = None) -> Operation[list[Any] | None]:
     """Start a `gather_object`, whose arguments it has; ``wait()`` returns its result, or raises its error."""
-    return _gather("igather_object", value, root, ranks_of(world)).start()
+    return _gather("igather_object", ranks_of(world), value, root).start()
 
 
-def _gather(name: str, value: Any, root: int, world: World) -> _ObjectCall:
+@validation
+def _gather(name: str, world: World, value: Any, root: int) -> _ObjectCall:
     own = _encoded(value, name)
     exchange = data_movement.gather_exchange(name, world, own, root, None, None)
 
@@ -167,15 +169,16 @@ def scatter_object(values: Sequence[Any] | None = None, root: int = 0, world: Wo
     Raises:
         HpcdpError: as `broadcast_object`, or ``values`` is no list of one object for each rank; on every rank.
     """
-    return _scatter("scatter_object", values, root, ranks_of(world)).run()
+    return _scatter("scatter_object", ranks_of(world), values, root).run()
 
 
 def iscatter_object(values: Sequence[Any] | None = None, root: int = 0, world: World | None = None) -> Operation[Any]:
     """Start a `scatter_object`, whose arguments it has; ``wait()`` returns its result, or raises its error."""
-    return _scatter("iscatter_object", values, root, ranks_of(world)).start()
+    return _scatter("iscatter_object", ranks_of(world), values, root).start()
 
 
-def _scatter(name: str, values: Any, root: int, world: World) -> _ObjectCall:
+@validation
+def _scatter(name: str, world: World, values: Any, root: int) -> _ObjectCall:
     messages = [_NOTHING] * world.size
     if world.rank == checked_root(name, root, world):
         try:

@@ -5,6 +5,7 @@ several times as fast as pageable memory. CuPy caches it; ``cupy.get_default_pin
 frees it.
 
 `accepts_tensors` lets a function take tensors of PyTorch, and of other kinds in `core.arrays.kinds`, as arrays.
+`validation` makes an invalid argument on some ranks an error of all.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import functools
 import operator
 import threading
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
 from ..comm import World, init
-from ..comm.progress import Operation
+from ..comm.consistency import Call, Refused
+from ..comm.progress import Operation, ProgressEngine
+from ..comm.watchdog import Watchdog
 from ..core.arrays import (
     Array,
     ArrayKind,
@@ -35,7 +38,7 @@ from ..core.arrays import (
     to_host,
 )
 from ..core.state import refuse_change
-from ..errors import UnsupportedError, type_named
+from ..errors import ConfigError, HpcdpError, MismatchError, UnsupportedError, type_named
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -144,6 +147,53 @@ class _TensorCall:
                     kind.written(x, array)
                 return x
         return result if self.kind is None else self.kind.of_array(result)
+
+
+class _InvalidCall(Call):
+    """A collective call that this rank refuses; such calls of several ranks count as the same."""
+
+    __slots__ = ("_error",)
+
+    def __init__(self, error: HpcdpError) -> None:
+        super().__init__("an invalid call")
+        self._error = error
+
+    def __str__(self) -> str:
+        name = self._error.operation
+        return f"{name} with an invalid argument ({str(self._error).removeprefix(name).strip(' :')})"
+
+
+def tell(world: World, error: HpcdpError) -> None:
+    """Compare this rank's call, which is invalid, with those of all ranks, so that the other ranks fail, too.
+
+    Ranks that make a valid call, which they compare, raise a `MismatchError` that names this rank and ``error``.
+    """
+    is_of_arguments = isinstance(error, (UnsupportedError, ConfigError)) and not error.is_on_every_rank
+    if error.is_settled or not is_of_arguments or world.size == 1 or isinstance(world.comm, Refused):
+        return
+    error.is_settled = True
+    progress = ProgressEngine.of(world)
+    with world.meeting(), Watchdog.of(world).watching(error.operation, lambda: "an invalid argument"):
+        progress.finish()
+        with contextlib.suppress(MismatchError):  # this rank raises its own error
+            progress.calls.agree(_InvalidCall(error))
+
+
+def validation(function: Callable[Concatenate[str, World, P], T]) -> Callable[Concatenate[str, World, P], T]:
+    """Return ``function``, which checks the arguments of a collective, so that all ranks raise if one refuses them.
+
+    It must run before the ranks compare their calls. A rank that refuses its arguments waits for the other ranks.
+    """
+
+    @functools.wraps(function)
+    def check(operation: str, world: World, *arguments: P.args, **named: P.kwargs) -> T:
+        try:
+            return function(operation, world, *arguments, **named)
+        except HpcdpError as error:
+            tell(world, error)
+            raise
+
+    return check
 
 
 def to_host_memory(x: Array) -> np.ndarray:

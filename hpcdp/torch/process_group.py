@@ -28,6 +28,7 @@ from torch._C._dynamo import eval_frame
 
 from .. import collectives
 from ..collectives import Monoid, data_movement, intra_node
+from ..collectives.staging import tell
 from ..comm import World, init
 from ..comm.communicator import wait_for
 from ..comm.progress import YIELDS, Operation, ProgressEngine
@@ -308,8 +309,11 @@ def _check_size(operation: str, where: str, expected: int, got: int, unit: str =
         raise UnsupportedError(operation, where=where, expected=f"{expected} {unit}", got=f"{got} {unit}")
 
 
-def _operation(method: Callable[..., Work]) -> Callable[..., Any]:
-    """Return a method that hands CUDA tensors to NCCL where that is possible."""
+def _operation(method: Callable[..., Work], of_all: bool = True) -> Callable[..., Any]:
+    """Return a method that hands CUDA tensors to NCCL where that is possible.
+
+    If it is an operation ``of_all`` ranks, wrong arguments on some ranks are an error of all.
+    """
 
     @functools.wraps(method)
     def run(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
@@ -321,11 +325,16 @@ def _operation(method: Callable[..., Work]) -> Callable[..., Any]:
         try:
             return method(self, *args, **kwargs)
         except HpcdpError as error:  # wrong arguments
+            if of_all:
+                tell(self.world, error)
             if isinstance(error, RuntimeError):
                 raise
             raise RuntimeError(str(error)) from error
 
     return _never_compiled(run)
+
+
+_message = functools.partial(_operation, of_all=False)
 
 
 def _first_tensor(values: Sequence[Any]) -> torch.Tensor | None:
@@ -521,6 +530,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         (output,) = _listed(outputs)
         tensors = _inner(inputs)
         op, factor = _reduction(opts, tensors)
+        _check_size("reduce_scatter", "the list", self.world.size, len(tensors), "tensors")
         _check_size("reduce_scatter", "output", tensors[self.world.rank].numel(), output.numel())
         sizes = [tensor.numel() for tensor in tensors]
         splits = sizes if len(set(sizes)) > 1 else None
@@ -714,14 +724,14 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     alltoall_base = all_to_all_single
 
-    @_operation
+    @_message
     def send(self, tensors: Any, dest: int, tag: int = 0) -> Work:
         """Send a tensor to rank ``dest`` of the group."""
         (tensor,) = _listed(tensors)
         operation = collectives.isend(_flat(tensor, moves=True), dest, tag, self.world)
         return Work([operation], [tensor], None, self._timeout, self)
 
-    @_operation
+    @_message
     def recv(self, tensors: Any, source: int | None, tag: int = 0) -> Work:
         """Receive a tensor of rank ``source`` of the group, in place."""
         (tensor,) = _listed(tensors)
@@ -729,7 +739,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         operation = collectives.irecv(out, source, tag, self.world)
         return Work([operation], [tensor], finish, self._timeout, self)
 
-    @_operation
+    @_message
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
         """Receive a tensor of any rank of the group, in place."""
         return self.recv(tensors, None, tag)  # type: ignore[no-any-return]

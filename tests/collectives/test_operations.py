@@ -14,11 +14,19 @@ from hpcdp.collectives import (
     Monoid,
     allgather,
     allreduce,
+    alltoall,
     broadcast,
+    gather,
+    gather_object,
+    grouped_allreduce,
+    iallgather,
     iallreduce,
+    ialltoall,
+    ibroadcast,
     ireduce_scatter,
     reduce,
     reduce_scatter,
+    scatter,
 )
 from hpcdp.comm import init, thread_comm
 from hpcdp.comm.consistency import Call, Calls, require_same
@@ -301,10 +309,9 @@ def test_a_root_that_is_no_rank_is_refused(collective, root):
         ("allreduce", np.zeros((3, 1)), {"expected": [(3,), "float64"], "got": [(3, 1), "float64"]}),
         ("allreduce", np.zeros(3, "f4"), {"expected": [(3,), "float64"], "got": [(3,), "float32"]}),
         ("iallreduce", np.zeros(4), {"expected": [(3,), "float64"], "got": [(4,), "float64"]}),
-        ("reduce", np.zeros(4), {"expected": [(3,), "float64"], "got": [(4,), "float64"]}),
         ("reduce_scatter", np.zeros(3), {"expected": "float64", "got": [(3,), "float64"]}),
         ("reduce_scatter", np.zeros((1, 1)), {"expected": "float64", "got": [(1, 1), "float64"]}),
-        ("allgather", np.zeros(7), {"expected": [3, "float64"], "got": ["float64", 7]}),
+        ("allgather", np.zeros(8), {"expected": [3, "float64"], "got": ["float64", 8]}),
         ("allgather", np.zeros(6, "f4"), {"expected": [3, "float64"], "got": [3, "float32"]}),
     ],
 )
@@ -339,8 +346,59 @@ def test_broadcast_reads_the_root_s_array_and_writes_the_others():
         return broadcast(read_only(4) if world.rank == 1 else np.zeros(4), 1, world).tolist()
 
     assert thread_comm.run(3, rank) == [[0.0, 1.0, 2.0, 3.0]] * 3
-    with raises(UnsupportedError, operation="broadcast", where="x", expected="writeable"):
-        thread_comm.run(2, lambda world: broadcast(read_only(4), world=world))
+
+
+WRONG_ON_THE_LAST_RANK = {
+    "allreduce": lambda x, world, bad: allreduce(x, world=world, out=np.zeros(3 + bad)),
+    "iallreduce": lambda x, world, bad: iallreduce(x, "product" if bad else "sum", world).wait(),
+    "reduce": lambda x, world, bad: reduce(x, "sum", world.size - 1, world, out=np.zeros(3 + bad)),
+    "reduce_scatter": lambda x, world, bad: reduce_scatter(x, world=world, out=np.zeros(1 + bad)),
+    "ireduce_scatter": lambda x, world, bad: ireduce_scatter(x, world=world, splits=[1, 1, 1 + bad]).wait(),
+    "allgather": lambda x, world, bad: allgather(x, world, out=np.zeros(9 + bad)),
+    "iallgather": lambda x, world, bad: iallgather("x" if bad else x, world).wait(),
+    "broadcast": lambda x, world, bad: broadcast(read_only(3) if bad else x, 0, world),
+    "ibroadcast": lambda x, world, bad: ibroadcast(x, 3 * bad, world).wait(),
+    "gather": lambda x, world, bad: gather(x, 2, world, out=[0] * 9 if bad else np.zeros(9)),
+    "ialltoall": lambda x, world, bad: ialltoall(x, [1, 1, 1 + bad], world).wait(),
+    "grouped_allreduce": lambda x, world, bad: grouped_allreduce([] if bad else [x], world=world),
+    "gather_object": lambda x, world, bad: gather_object(0, 3 * bad, world),
+}
+
+
+@pytest.mark.parametrize("num_nodes", [1, 3])
+def test_a_wrong_argument_on_one_rank_is_an_error_of_all(num_nodes):
+    def rank(world):
+        for _ in range(2):  # the second call may repeat the first
+            for name, call in WRONG_ON_THE_LAST_RANK.items():
+                call(np.arange(3.0) + world.rank, world, False)
+                bad = world.rank == 2
+                with pytest.raises(HpcdpError) as caught:
+                    call(np.arange(3.0) + world.rank, world, bad)
+                assert type(caught.value) is (UnsupportedError if bad else MismatchError), (name, caught.value)
+                own = "expected" if bad else f"{name} with an invalid argument"
+                assert own in str(caught.value) and (bad or "on rank 2" in str(caught.value)), caught.value
+                assert allreduce(np.ones(1), world=world) == 3
+
+    thread_comm.run(3, rank, ranks_per_node=3 // num_nodes)
+
+
+@pytest.mark.parametrize("count", [3, 100_000])
+def test_a_receiver_that_does_not_fit_what_others_send_is_an_error_of_its_rank(count):
+    def rank(world):
+        bad, x = world.rank == 1, np.full(count, 1.0 + world.rank)
+        for call in (
+            lambda out: gather(x, 1, world, out),
+            lambda out: alltoall(np.tile(x, (3, 1)), None, world, out),
+            lambda out: scatter(np.tile(x, 3) if world.rank == 0 else None, 0, world, out=out),
+        ):
+            if bad:
+                with raises(UnsupportedError, where="out", got=[(count + 1,), "float64"]):
+                    call(np.zeros(count + 1))
+            else:
+                call(None)
+            assert allreduce(np.ones(1), world=world) == 3
+
+    thread_comm.run(3, rank)
 
 
 def test_a_mismatch_of_splits_names_the_shapes_of_the_callers():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -479,6 +480,24 @@ def test_errors_reach_works_and_futures():
     ):
         with pytest.raises(RuntimeError):
             wrong()
+    bad = int(me == n - 1)
+    for wrong in (  # on one rank only
+        lambda: dist.all_gather_into_tensor(torch.zeros(3 * n + bad), torch.zeros(3)),
+        lambda: dist.reduce_scatter(torch.zeros(3 + bad), [torch.zeros(3)] * n),
+        lambda: dist.reduce_scatter_tensor(torch.zeros(3 + bad), torch.zeros(3 * n)),
+        lambda: dist.all_gather([torch.zeros(3) for _ in range(n + bad)], torch.zeros(3)),
+        lambda: dist.gather(torch.zeros(3), [torch.zeros(3)] * (n + 1) if bad else None, dst=n - 1),
+        lambda: dist.scatter(torch.zeros(3), [torch.zeros(3)] * (n + 1) if bad else None, src=n - 1),
+        lambda: dist.all_to_all_single(torch.zeros(3 * n + bad), torch.zeros(3 * n)),
+        lambda: dist.all_reduce(torch.zeros(3), dist.ReduceOp.BAND if bad else dist.ReduceOp.SUM),
+    ):
+        with pytest.raises(RuntimeError, match="expected .* got" if bad else f"invalid argument .*on rank {n - 1}"):
+            wrong()
+    for count in (3, 400_000):  # the other ranks do not know of it
+        out, parts = torch.zeros(count + bad), [torch.ones(count)] * n if me == 0 else None
+        with pytest.raises(RuntimeError, match="out") if bad else contextlib.nullcontext():
+            dist.scatter(out, parts)
+        assert bad or out.all()
     dist.barrier()
 
 
