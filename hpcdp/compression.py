@@ -39,7 +39,7 @@ import numpy as np
 from . import kernels
 from .comm import Communicator, Request
 from .comm.communicator import Steps, bounds, resolve, split
-from .comm.progress import SHORT_MESSAGE_NBYTES, in_lanes, segments, together
+from .comm.progress import MESSAGE_NBYTES, in_lanes, segments, together
 from .core.arrays import Array, array_namespace, is_host
 from .core.checks import boolean, choices, instance, number, one_of
 from .errors import ConfigError
@@ -531,9 +531,9 @@ def sent_nbytes(count: int, dtype: np.dtype, codec: Codec, n: int) -> int:
 
 
 def coded_segments(x: Array, codec: Codec, n: int, nbytes: int | None = None) -> list[Array]:
-    """Return segments whose encoded shards have about ``nbytes``, by default `SHORT_MESSAGE_NBYTES`."""
+    """Return segments whose encoded shards have about ``nbytes``, by default `MESSAGE_NBYTES`."""
     ratio = _RATIO_SAMPLE * x.dtype.itemsize / codec.nbytes(_RATIO_SAMPLE, x.dtype)
-    return segments(x, int((nbytes or SHORT_MESSAGE_NBYTES) * n * ratio))
+    return segments(x, int((nbytes or MESSAGE_NBYTES) * n * ratio))
 
 
 def shard_slices(x: Array, first: int, n: int) -> list[slice]:

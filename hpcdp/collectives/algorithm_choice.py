@@ -60,6 +60,8 @@ class Algorithm:
     """True if it supports user-defined reductions."""
     compares: bool = False
     """True if its functions compare the calls of all ranks themselves."""
+    takes_length: bool = False
+    """True if its messages between nodes have the length that `ring.fit_messages` measures."""
     prepare: Callable[[World], None] | None = None
     """Allocates what a world keeps for the algorithm, such as memory; all ranks call it before the first use."""
     bind: Callable[..., BoundExchange | None] | None = None
@@ -209,14 +211,14 @@ def _one_after_another(first: Steps, second: Steps) -> Steps:
     yield from second
 
 
-def _flat(name: str, steps: Callable[..., Steps]) -> Algorithm:
-    """Return an algorithm over the communicator of all ranks of a world."""
+def _flat(name: str, steps: Callable[..., Steps], takes_length: bool = False) -> Algorithm:
+    """Return an algorithm over the communicator of all ranks of a world, which may take the length of messages."""
 
-    def over_all_ranks(*arguments: object) -> Steps:
+    def over_all_ranks(*arguments: Any) -> Steps:
         *arrays, world, tag = arguments
-        return steps(*arrays, world.comm, tag)  # type: ignore[attr-defined]
+        return steps(*arrays, world.comm, tag, *([ring.message_nbytes(world)] if takes_length else []))
 
-    return Algorithm(name, over_all_ranks)
+    return Algorithm(name, over_all_ranks, takes_length=takes_length)
 
 
 def _shared(
@@ -253,13 +255,13 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
             any_monoid=False,
             bind=intra_node.bound_allreduce,
         ),
-        _flat("ring", ring.allreduce),
+        _flat("ring", ring.allreduce, True),
         _flat("bidirectional", ring.bidirectional_allreduce),
-        _flat("halving_doubling", halving_doubling.allreduce),
+        _flat("halving_doubling", halving_doubling.allreduce, True),
         _doubling(halving_doubling.of_allreduce),
-        _flat("tree", tree.allreduce),
-        _flat("double_tree", tree.double_tree_allreduce),
-        Algorithm("hierarchical", hierarchical.allreduce, prepare=hierarchical.prepare),
+        _flat("tree", tree.allreduce, True),
+        _flat("double_tree", tree.double_tree_allreduce, True),
+        Algorithm("hierarchical", hierarchical.allreduce, takes_length=True, prepare=hierarchical.prepare),
     ),
     "reduce_scatter": _by_name(
         _flat("reference", reference_reduce_scatter),
@@ -271,7 +273,7 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
             bind=intra_node.bound_reduce_scatter,
         ),
         _flat("ring", ring.reduce_scatter),
-        _flat("halving_doubling", halving_doubling.reduce_scatter),
+        _flat("halving_doubling", halving_doubling.reduce_scatter, True),
         _doubling(halving_doubling.of_reduce_scatter),
     ),
     "allgather": _by_name(
@@ -285,14 +287,14 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
         _flat("reference", reference_broadcast),
         Algorithm("native", None, native_broadcast),
         _shared(intra_node.broadcast, intra_node.broadcast_steps, bind=intra_node.bound_broadcast),
-        _flat("tree", tree.broadcast),
+        _flat("tree", tree.broadcast, True),
         _doubling(halving_doubling.of_broadcast),
     ),
     "reduce": _by_name(
         _flat("reference", reference_reduce),
         Algorithm("native", None, native_reduce, spares_input=True, any_monoid=False),
         _shared(intra_node.reduce, intra_node.reduce_steps, any_monoid=False, bind=intra_node.bound_reduce),
-        _flat("tree", tree.reduce),
+        _flat("tree", tree.reduce, True),
         _doubling(halving_doubling.of_reduce, spares_input=True),
     ),
 }

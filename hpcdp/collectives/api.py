@@ -21,7 +21,7 @@ from ..core.arrays import Array, from_host, is_float, on_device_of
 from ..core.checks import number
 from ..core.state import refuse_change
 from ..errors import UnsupportedError
-from . import algorithm_choice, data_movement
+from . import algorithm_choice, data_movement, ring
 from .algorithm_choice import CHOICES, Algorithm, find
 from .blocks import offsets
 from .data_movement import ArrayT, started
@@ -745,8 +745,11 @@ def _planned(
                 progress.finish()
                 progress.calls.agree(_call(operation, x, op, algorithm, root, factors, fact))
             plan = _validated(operation, x, op, algorithm, world, root, factors, fact)
-            if plan.algorithm.prepare is not None and world.size > 1:  # now: an operation may begin on the lane
+            # Now, because an operation may begin on the lane.
+            if plan.algorithm.prepare is not None and world.size > 1:
                 ProgressEngine.of(world).prepare(plan.algorithm.prepare, world, plan.call)
+            if plan.algorithm.takes_length and x.nbytes >= ring.LONG_NBYTES and world.num_nodes > 1:
+                ProgressEngine.of(world).prepare(ring.fit_messages, world, plan.call)
             plans = world.kept.setdefault(CHOICES, {})
             if len(plans) >= _MOST_PLANS:
                 plans.clear()

@@ -562,7 +562,7 @@ _OURS: dict[str, dict[str, tuple[Formula, Segments]]] = {
         "double_tree": (_double_tree, _of_halves),
         "hierarchical": (
             _hierarchical,
-            lambda nbytes, on: hierarchical.num_segments(nbytes, min(on.local_sizes), on.nodes),
+            lambda nbytes, on: hierarchical.num_segments(nbytes, min(on.local_sizes) * on.nodes),
         ),
     },
     "reduce_scatter": {

@@ -148,16 +148,15 @@ def _allreduce_segment(x: Array, op: Reduction, comm: Messages, tag: int) -> Ste
         yield [comm.isend(x, folded.other, tag) if folded.active else comm.irecv(x, folded.other, tag)]
 
 
-def allreduce(x: np.ndarray, op: Reduction, comm: Messages, tag: int) -> Steps:
-    """Reduce ``x``, shape ``(count,)``, in place over all ranks of ``comm``."""
-    yield from together(lanes(x, op, comm, tag))
+def allreduce(x: np.ndarray, op: Reduction, comm: Messages, tag: int, nbytes: int | None = None) -> Steps:
+    """Reduce ``x``, shape ``(count,)``, in place over all ranks of ``comm``, in messages of at most ``nbytes``."""
+    yield from together(lanes(x, op, comm, tag, nbytes))
 
 
-def lanes(x: Array, op: Reduction, comm: Messages, tag: int) -> list[Steps]:
+def lanes(x: Array, op: Reduction, comm: Messages, tag: int, nbytes: int | None = None) -> list[Steps]:
     """Return the machines that reduce ``x``, shape ``(count,)``, in place over all ranks of ``comm`` in segments."""
-    return in_lanes(
-        split(x, messages(x.nbytes / 2)), lambda piece, lane_tag: _allreduce_segment(piece, op, comm, lane_tag), tag
-    )
+    pieces = split(x, messages(x.nbytes / 2, nbytes))
+    return in_lanes(pieces, lambda piece, lane_tag: _allreduce_segment(piece, op, comm, lane_tag), tag)
 
 
 def _reduce_scatter_segment(
@@ -179,9 +178,14 @@ def _reduce_scatter_segment(
     op.finish(total[own], comm.size, out)
 
 
-def reduce_scatter(x: np.ndarray, out: np.ndarray, op: Reduction, comm: Messages, tag: int) -> Steps:
-    """Reduce ``x``, shape ``(count,)``, over all ranks, with this rank's shard (see `split`) in ``out``."""
-    count = messages(x.nbytes / 2)
+def reduce_scatter(
+    x: np.ndarray, out: np.ndarray, op: Reduction, comm: Messages, tag: int, nbytes: int | None = None
+) -> Steps:
+    """Reduce ``x``, shape ``(count,)``, over all ranks, with this rank's shard (see `split`) in ``out``.
+
+    It goes in messages of at most ``nbytes``.
+    """
+    count = messages(x.nbytes / 2, nbytes)
     pieces = zip(*(split(part, count) for part in split(x, comm.size)), strict=True)
     items = list(zip(pieces, split(out, count), strict=True))
     yield from together(in_lanes(items, lambda item, lane_tag: _reduce_scatter_segment(*item, op, comm, lane_tag), tag))

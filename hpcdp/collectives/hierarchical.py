@@ -28,7 +28,7 @@ import numpy as np
 
 from ..comm import Reduction, Request, World
 from ..comm.communicator import PolledRequest, Steps, bounds, split
-from ..comm.progress import LANES, LONG_MESSAGE_NBYTES, SHORT_MESSAGE_NBYTES, messages, together
+from ..comm.progress import LANES, MESSAGE_NBYTES, messages, together
 from ..comm.shared_memory import NodeMemory, ProgressCounters
 from . import ring
 
@@ -99,11 +99,11 @@ class _Lane:
 def allreduce(x: np.ndarray, op: Reduction, world: World, tag: int) -> Steps:
     """Reduce ``x``, shape ``(count,)``, in place over all ranks of ``world``."""
     if world.rail_comm is not None and world.rail_comm.size == world.size:  # every node has one rank
-        yield from ring.allreduce(x, op, world.rail_comm, tag)
+        yield from ring.allreduce(x, op, world.rail_comm, tag, ring.message_nbytes(world))
         return
     lanes: list[_Lane] = world.kept[__name__]
     rail = None if world.rail_comm is None else ring.Ring.through(world.rail_comm)
-    pieces = split(x, num_segments(x.nbytes, world.num_rails, world.num_nodes))
+    pieces = split(x, num_segments(x.nbytes, world.num_rails * world.num_nodes, ring.message_nbytes(world)))
     begun = 0
 
     def segments_of(number: int, lane: _Lane) -> Steps:
@@ -131,12 +131,11 @@ def prepare(world: World) -> None:
     world.kept[__name__] = [_Lane(world.node_memory, world.num_rails, nbytes) for _ in range(lanes)]
 
 
-def num_segments(nbytes: int, rails: int, nodes: int) -> int:
-    """Return in how many segments to reduce ``nbytes``, each in ``rails`` shards over ``nodes`` nodes."""
-    parts = rails * nodes
-    return max(messages(nbytes / parts), -(-nbytes // _longest_nbytes(parts)))
+def num_segments(nbytes: int, parts: int, message_nbytes: int | None = None) -> int:
+    """Return in how many segments, each in ``parts`` messages of at most ``message_nbytes``, to reduce ``nbytes``."""
+    return max(messages(nbytes / parts, message_nbytes), -(-nbytes // _longest_nbytes(parts)))
 
 
 def _longest_nbytes(parts: int) -> int:
     """Return the longest segment for messages of one of its ``parts``."""
-    return min(SEGMENT_NBYTES, max(LONG_MESSAGE_NBYTES, SHORT_MESSAGE_NBYTES * parts))
+    return min(SEGMENT_NBYTES, max(ring.LONG_NBYTES, MESSAGE_NBYTES * parts))

@@ -28,14 +28,15 @@ of Zhang et al., "Dive into Deep Learning", section 12.7, "Ring synchronization"
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from ..comm import Communicator, Reduction, Request
-from ..comm.communicator import Messages, Steps, split
-from ..comm.progress import LANES, TAGS, in_lanes, messages, together
+from ..comm import Communicator, Reduction, Request, World
+from ..comm.communicator import Messages, Steps, make_tag, split
+from ..comm.progress import LANES, MESSAGE_NBYTES, TAGS, in_lanes, messages, run_until_complete, together
 from ..core.arrays import Array, array_namespace
 from ..errors import UnsupportedError
 
@@ -105,21 +106,35 @@ def _rotated(chunks: list[Array]) -> list[Array]:
     return chunks[1:] + chunks[:1]  # chunk i is complete at position i - 1
 
 
-def allreduce(x: np.ndarray, op: Reduction, comm: Messages, tag: int, turn: Request | None = None) -> Steps:
-    """Reduce ``x``, shape ``(count,)``, in place over all ranks of ``comm``; segments wait for the request ``turn``."""
-    yield from together(lanes(x, op, Ring.through(comm), tag, turn=turn))
+def allreduce(x: np.ndarray, op: Reduction, comm: Messages, tag: int, nbytes: int | None = None) -> Steps:
+    """Reduce ``x``, shape ``(count,)``, in place over all ranks of ``comm``, in messages of at most ``nbytes``."""
+    yield from together(lanes(x, op, Ring.through(comm), tag, messages(x.nbytes / comm.size, nbytes)))
 
 
 def lanes(
-    x: Array, op: Reduction, ring: Ring, tag: int, most: int = LANES, turn: Request | None = None, number: int = 0
+    x: Array,
+    op: Reduction,
+    ring: Ring,
+    tag: int,
+    number: int,
+    most: int = LANES,
+    turn: Request | None = None,
 ) -> list[Steps]:
-    """Return the machines that reduce ``x``, shape ``(count,)``, over ``ring`` in segments, ``most`` at a time.
+    """Return the machines that reduce ``x``, shape ``(count,)``, over ``ring`` in segments.
 
     Chunks are those of the whole ``x``, and a segment is a piece of each, so that every element is summed in the same
-    order for any ``number`` of segments. By default, messages have the length of `messages`.
+    order for any number of them.
+
+    Args:
+        x: the array, changed in place.
+        op: the reduction.
+        ring: the ring.
+        tag: the first of ``most`` tags.
+        number: how many segments.
+        most: how many machines, which each take a segment at a time.
+        turn: a request for which segments wait before they begin.
     """
     partial, final = _chunks(x, op, ring)
-    number = number or messages(max(chunk.nbytes for chunk in final))
     pieces = [list(zip(*(split(chunk, number) for chunk in chunks), strict=True)) for chunks in (partial, final)]
 
     def steps(piece: tuple[Sequence[Array], Sequence[Array]], lane_tag: int) -> Steps:
@@ -176,9 +191,9 @@ def multi_ring_allreduce(
     ends = np.rint(np.cumsum([0.0, *shares]) / shares.sum() * x.size).astype(np.int64)
     most = max(1, min(LANES, TAGS // len(orders)))
     machines: list[Steps] = []
-    for number, order in enumerate(orders):
-        part = x[ends[number] : ends[number + 1]]
-        machines += lanes(part, op, Ring.through(comm, order), tag + number * most, most)
+    for i, order in enumerate(orders):
+        part = x[ends[i] : ends[i + 1]]
+        machines += lanes(part, op, Ring.through(comm, order), tag + i * most, messages(part.nbytes / comm.size), most)
     yield from together(machines)
 
 
@@ -199,3 +214,53 @@ def _check(orders: Sequence[Sequence[int]], weights: np.ndarray, n: int) -> None
             "allreduce", where="weights",
             expected=f"a positive number for each of 1 to {TAGS} rings", got=f"{weights.tolist()} for {len(orders)}",
         )  # fmt: skip
+
+
+LONG_NBYTES = 1 << 20
+"""Length of an array from which on links are measured, and of long messages. 4 MB took as long as 1 MB on links of 10
+and 25 Gbit/s, and in memory.
+"""
+_LINK_S = 200e-6
+"""Seconds in which a slow link carries `MESSAGE_NBYTES`, with 2.4 Gbit/s: four times what Python takes for a message.
+"""
+_MESSAGES, _TURNS = 4, 3
+_LENGTH = "length of messages"
+"""Key of `World.kept`."""
+
+
+def message_nbytes(world: World) -> int:
+    """Return the length of pipelined messages between nodes of ``world``, equal on all ranks; see `fit_messages`."""
+    length: int = world.kept.get(_LENGTH, MESSAGE_NBYTES)
+    return length
+
+
+def fit_messages(world: World) -> None:
+    """Choose the length of messages between the nodes of ``world`` by the speed of its links; every rank must call.
+
+    A message of `MESSAGE_NBYTES` is sent eagerly over TCP, and a longer one waits for its receiver, which is late if it
+    computes. But Python takes some 50 us a message, in which a link of 10 Gbit/s carries as much: fast links need long
+    messages. The first call takes some 10 ms, or 110 over 1 Gbit/s.
+    """
+    if world.num_nodes > 1 and _LENGTH not in world.kept:
+        world.settle()
+        own_s = 0.0 if world.rail_comm is None else _link_s(world.rail_comm)
+        length = LONG_NBYTES if max(world.comm.allgather_json(own_s)) < _LINK_S else MESSAGE_NBYTES
+        world.keep(_LENGTH, lambda: length)
+
+
+def _link_s(comm: Communicator) -> float:
+    """Return the seconds in which links between neighbors carry `MESSAGE_NBYTES` both ways, in long messages."""
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    own, received = np.zeros((2, _MESSAGES, LONG_NBYTES), np.uint8)
+
+    def exchanged(lane: int) -> Steps:
+        tag = make_tag(0, 0) + lane
+        yield [comm.isend(own[lane], right, tag), comm.irecv(received[lane], left, tag)]
+
+    def seconds() -> float:
+        comm.barrier()
+        begin = time.perf_counter()
+        run_until_complete(together([exchanged(lane) for lane in range(_MESSAGES)]))
+        return time.perf_counter() - begin
+
+    return min(seconds() for _ in range(_TURNS)) * MESSAGE_NBYTES / own.nbytes

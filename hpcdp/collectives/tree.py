@@ -100,24 +100,27 @@ def allreduce_segment(x: np.ndarray, op: Reduction, place: TreePlace, comm: Comm
     yield from broadcast_segment(x, place, comm, tag)
 
 
-def allreduce(x: np.ndarray, op: Reduction, comm: Communicator, tag: int) -> Steps:
-    """Reduce ``x``, shape ``(count,)``, in place over all ranks of ``comm``."""
+def allreduce(x: np.ndarray, op: Reduction, comm: Communicator, tag: int, nbytes: int | None = None) -> Steps:
+    """Reduce ``x``, shape ``(count,)``, in place over all ranks of ``comm``, in messages of ``nbytes``."""
     place = binomial(comm.rank, comm.size, 0)
-    pieces = split(x, messages(x.nbytes))
+    pieces = split(x, messages(x.nbytes, nbytes))
     yield from together(
         in_lanes(pieces, lambda piece, lane_tag: allreduce_segment(piece, op, place, comm, lane_tag), tag)
     )
 
 
-def broadcast(x: np.ndarray, root: int, comm: Communicator, tag: int) -> Steps:
-    """Overwrite ``x``, shape ``(count,)``, on all ranks with the values of ``root``."""
+def broadcast(x: np.ndarray, root: int, comm: Communicator, tag: int, nbytes: int | None = None) -> Steps:
+    """Overwrite ``x``, shape ``(count,)``, on all ranks with the values of ``root``, in messages of ``nbytes``."""
     place = binomial(comm.rank, comm.size, root)
-    pieces = split(x, messages(x.nbytes))
+    pieces = split(x, messages(x.nbytes, nbytes))
     yield from together(in_lanes(pieces, lambda piece, lane_tag: broadcast_segment(piece, place, comm, lane_tag), tag))
 
 
-def reduce(x: np.ndarray, op: Reduction, root: int, comm: Communicator, tag: int) -> Steps:
-    """Reduce ``x``, shape ``(count,)``, over all ranks, in place on ``root``; elsewhere it may be overwritten."""
+def reduce(x: np.ndarray, op: Reduction, root: int, comm: Communicator, tag: int, nbytes: int | None = None) -> Steps:
+    """Reduce ``x``, shape ``(count,)``, over all ranks, in place on ``root``; elsewhere it may be overwritten.
+
+    It goes in messages of ``nbytes``.
+    """
     place = binomial(comm.rank, comm.size, root)
 
     def segment(piece: np.ndarray, lane_tag: int) -> Steps:
@@ -126,7 +129,7 @@ def reduce(x: np.ndarray, op: Reduction, root: int, comm: Communicator, tag: int
         if place.parent is None:
             op.finish(total, comm.size, piece)
 
-    yield from together(in_lanes(split(x, messages(x.nbytes)), segment, tag))
+    yield from together(in_lanes(split(x, messages(x.nbytes, nbytes)), segment, tag))
 
 
 def in_order_tree(number: int, n: int) -> TreePlace:
@@ -162,13 +165,15 @@ def double_trees(rank: int, n: int) -> tuple[TreePlace, TreePlace]:
     return first, TreePlace(parent, tuple(numbered(child) for child in second.children))
 
 
-def double_tree_allreduce(x: np.ndarray, op: Reduction, comm: Communicator, tag: int) -> Steps:
-    """Reduce ``x``, shape ``(count,)``, in place over all ranks of ``comm``."""
+def double_tree_allreduce(
+    x: np.ndarray, op: Reduction, comm: Communicator, tag: int, nbytes: int | None = None
+) -> Steps:
+    """Reduce ``x``, shape ``(count,)``, in place over all ranks of ``comm``, in messages of ``nbytes``."""
     machines: list[Steps] = []
     for place, half in zip(double_trees(comm.rank, comm.size), split(x, 2), strict=True):
 
         def segment(piece: np.ndarray, lane_tag: int, place: TreePlace = place) -> Steps:
             return allreduce_segment(piece, op, place, comm, lane_tag)
 
-        machines += in_lanes(split(half, messages(half.nbytes)), segment, tag + len(machines))
+        machines += in_lanes(split(half, messages(half.nbytes, nbytes)), segment, tag + len(machines))
     yield from together(machines)

@@ -309,20 +309,21 @@ _TURN_S = 1e-3
 LANES = 16
 """Segments in flight at once: while one is added up, others keep the link busy."""
 
-SHORT_MESSAGE_NBYTES, LONG_MESSAGE_NBYTES = 60 << 10, 1 << 20
-"""The length of short messages in a pipeline, and the longest. Over TCP, Open MPI and MPICH send up to 64 KB at once;
-longer messages wait until the receiver, which may be busy or asleep, has answered. But Python takes some 50 us a
-message, in which a link of 10 Gbit/s carries 60 KB.
+MESSAGE_NBYTES = 60 << 10
+"""The length of a pipelined message, unless longer ones are faster. Over TCP, Open MPI and MPICH send up to 64 KB at
+once; longer messages wait until the receiver, which may be busy or asleep, has answered.
 """
+_FULL = 8
+"""Messages that keep a pipeline full."""
 
 
-def messages(nbytes: float) -> int:
-    """Return the number of messages in which a pipeline sends ``nbytes`` bytes to one rank.
+def messages(total_nbytes: float, nbytes: int | None = None) -> int:
+    """Return the number of messages of at most about ``nbytes``, default `MESSAGE_NBYTES`, for ``total_nbytes``.
 
-    They are short, unless that takes more than two for each of the `LANES`; then each lane has one, if that suffices.
+    There are more and shorter ones, of `MESSAGE_NBYTES` or more, if they are too few to keep a pipeline full.
     """
-    short = max(1, -int(-nbytes // SHORT_MESSAGE_NBYTES))
-    return short if short <= 2 * LANES else max(LANES, -int(-nbytes // LONG_MESSAGE_NBYTES))
+    short = max(1, -int(-total_nbytes // MESSAGE_NBYTES))
+    return short if nbytes is None else max(min(short, _FULL), -int(-total_nbytes // nbytes))
 
 
 def segments(x: Array, nbytes: int) -> list[Array]:

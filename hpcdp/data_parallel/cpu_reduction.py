@@ -25,7 +25,7 @@ from ..collectives import halving_doubling, ring
 from ..comm import Communicator, Reduction, Request, World
 from ..comm.communicator import Messages, Steps, make_tag, resolve
 from ..comm.gpu_buckets.transport import GpuTransport
-from ..comm.progress import ProgressEngine, TaskGroup, together
+from ..comm.progress import ProgressEngine, TaskGroup, messages, together
 from ..comm.shared_memory import NodeMemory
 from ..comm.watchdog import WatchedBarrier
 from ..compression import Compression, ErrorFeedback, compressed_allreduce, sent_and_plain_nbytes
@@ -71,17 +71,23 @@ class InterNodeReduction(Coder):
         signature: see `make_tag`.
         buckets: the buckets to sum.
         compression: how messages are compressed; None: not at all.
+        message_nbytes: approximate length of the longest message, the same on all ranks; sums do not depend on it.
     """
 
     def __init__(
-        self, comm: Communicator, signature: int, buckets: Sequence[Bucket], compression: Compression | None
+        self,
+        comm: Communicator,
+        signature: int,
+        buckets: Sequence[Bucket],
+        compression: Compression | None,
+        message_nbytes: int | None = None,
     ) -> None:
         feedback: list[ErrorFeedback] = []
         if compression is not None and comm.size > 1:
             sizes = [(bucket.shard[1] - bucket.shard[0], np.dtype(bucket.mine.dtype)) for bucket in buckets]
             feedback = [compression.for_array(*size) for size in sizes]
         super().__init__(comm, feedback, [bucket.shard for bucket in buckets])
-        self._signature = signature % comm.signatures
+        self._message_nbytes, self._signature = message_nbytes, signature % comm.signatures
         if self.feedback:
             kernels.load("gradients")  # compile now: in the first step all ranks would wait
         self._padding = [padding(bucket.slots, bucket.shard) for bucket in buckets] if self.feedback else []
@@ -113,21 +119,22 @@ class InterNodeReduction(Coder):
             put_back(feedback.residual, host, aside)
         else:
             total = resolve("reduction", "sum", host.dtype)
-            yield from together(lanes_of_segment(host, total, self.comm, tag, turn))
+            number = messages(host.nbytes / self.comm.size, self._message_nbytes)
+            yield from together(lanes_of_segment(host, total, self.comm, tag, number, turn))
         if host is not shard:
             shard[...] = from_host(host, shard)
 
 
 def lanes_of_segment(
-    x: Array, total: Reduction, comm: Messages, tag: int, turn: Request | None, number: int = 0
+    x: Array, total: Reduction, comm: Messages, tag: int, number: int, turn: Request | None
 ) -> list[Steps]:
     """Return the exchanges that sum a segment by ``total`` in place, each with its own tag.
 
-    A ring divides each rank's part into ``number`` messages, on which the bits do not depend; see `ring.lanes`.
+    They are ``number`` over a ring, on which the bits do not depend.
     """
     if comm.size > 2 and x.nbytes <= SHORT_NBYTES:
         return halving_doubling.lanes(x, total, comm, tag)
-    return ring.lanes(x, total, ring.Ring.through(comm), tag, turn=turn, number=number)
+    return ring.lanes(x, total, ring.Ring.through(comm), tag, number, turn=turn)
 
 
 def set_aside(residual: Array, slots: Sequence[Slot], columns: tuple[int, int]) -> list[tuple[slice, Array]]:
@@ -453,8 +460,11 @@ class HierarchicalReduction(SharedMemoryReduction):
     def allocate(self, layout: Layout) -> list[Bucket]:
         """See `BucketReduction.allocate`."""
         self._buckets = buckets = super().allocate(layout)
+        if layout.longest_nbytes >= ring.LONG_NBYTES and not self.keeps_unsent:
+            ring.fit_messages(self._world)
         if self._rail is not None:
-            self.coder = InterNodeReduction(self._rail, self._signature, buckets, self._compression)
+            nbytes = ring.message_nbytes(self._world)
+            self.coder = InterNodeReduction(self._rail, self._signature, buckets, self._compression, nbytes)
         return buckets
 
     def prepare(self, bucket: Bucket) -> Reduce:

@@ -36,7 +36,7 @@ from ..autograd import Tensor
 from ..comm import Communicator, Request, World
 from ..comm.communicator import Steps, bounds, join_parts
 from ..comm.consistency import require_same
-from ..comm.progress import in_lanes, messages, together
+from ..comm.progress import MESSAGE_NBYTES, in_lanes, together
 from ..core.arrays import is_host
 from ..core.checks import boolean, whole_number
 from ..errors import ConfigError, HpcdpError, warn
@@ -108,8 +108,8 @@ def allreduce(
         turn: a request that is complete when segments may begin; None: at once.
     """
     nbytes = next(iter(own.values())).itemsize * max(len(nodes) for nodes in held)
-    ends = bounds(out.size, messages(out.size * nbytes / comm.size))
-    columns = [slice(*pair) for pair in itertools.pairwise(ends)]
+    pieces = max(1, -(-out.size * nbytes // (MESSAGE_NBYTES * comm.size)))
+    columns = [slice(*ends) for ends in itertools.pairwise(bounds(out.size, pieces))]
 
     def segment(part: slice, tag: int) -> Steps:
         return _segment({node: x[part] for node, x in own.items()}, held, root, out[part], comm, tag)

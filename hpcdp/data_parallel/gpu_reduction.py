@@ -20,6 +20,7 @@ from functools import partial
 
 import numpy as np
 
+from ..collectives import ring
 from ..comm import Communicator, Reduction, Request, World, gpu_buckets
 from ..comm.communicator import PolledRequest, Steps, StepsTo, make_tag, resolve, split, wait_for
 from ..comm.consistency import on_every_rank
@@ -33,7 +34,7 @@ from ..comm.gpu_buckets.transport import (
     lone_rows,
     parts_of,
 )
-from ..comm.progress import LANES, TAGS, ProgressEngine, TaskGroup, in_lanes, segments, together
+from ..comm.progress import LANES, TAGS, ProgressEngine, TaskGroup, in_lanes, messages, segments, together
 from ..comm.shared_memory import PrivateMemory
 from ..comm.watchdog import WatchedBarrier
 from ..compression import Codec, Compression, ErrorFeedback, coded_segments, compressed_allreduce_by, shard_slices
@@ -372,7 +373,7 @@ class Direct:
         MPI                                | send, receive          | send, receive          | send ...
 
     Segments and the order of each sum are those of `Staging`, and so are the bits. But a message is a whole chunk of a
-    segment: 8 MiB / n for n nodes. Shorter messages only keep host memory flowing over TCP. From a
+    segment: 8 MiB / n for n nodes. Short messages (`MESSAGE_NBYTES`) only keep host memory flowing over TCP. From a
     GPU's memory, libraries send all but a few KB after a handshake. Then the adapter reads the memory, or the library
     pipelines it through its own, in pieces of 512 KB to 4 MB (UCX's ``RNDV_FRAG_SIZE``) or of 1 MB (MPICH's
     ``CH4_OFI_GPU_PIPELINE_BUFFER_SZ``). So each further message costs a handshake, and here an event and a kernel.
@@ -401,7 +402,7 @@ class Direct:
 
         def through(segment: Array, own_tag: int) -> Steps:
             with streams.on_device(), self._stream:
-                exchanges = lanes_of_segment(segment, _SUM, comm, own_tag, turn, number=1)
+                exchanges = lanes_of_segment(segment, _SUM, comm, own_tag, 1, turn)
             return together([_on_stream(streams, self._stream, steps) for steps in exchanges])
 
         yield from together(in_lanes(segments(part, SEGMENT_NBYTES), through, tag))
@@ -541,6 +542,8 @@ class GpuReduction(BucketReduction):
         self.coder: CodeStaging | None = None
         if self.sends_messages:
             _require_sums_on_the_host(sizes)
+            if compression is None and layout.longest_nbytes >= ring.LONG_NBYTES:
+                ring.fit_messages(world)
             self.goes_direct = compression is None and agree_on_cuda_aware_mpi(world)[0]
             if self.goes_direct:
                 world.sends_from(streams.device, self)
@@ -690,7 +693,8 @@ class GpuReduction(BucketReduction):
 
         def total(x: np.ndarray, tag: int, turn: Request | None) -> Steps:
             kind = resolve("reduction", "sum", x.dtype)
-            return together(lanes_of_segment(x, kind, across, tag, turn))
+            number = messages(x.nbytes / across.size, ring.message_nbytes(self._world))
+            return together(lanes_of_segment(x, kind, across, tag, number, turn))
 
         return (yield from self._staging.sum(number, self._part(number), row, total, tag, turn))
 

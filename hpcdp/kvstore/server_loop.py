@@ -28,7 +28,7 @@ import numpy as np
 from .. import errors
 from ..comm import Communicator, Request, World
 from ..comm.communicator import ENDED, short_name_of, wait_for
-from ..comm.progress import SHORT_MESSAGE_NBYTES, segments
+from ..comm.progress import MESSAGE_NBYTES, segments
 from ..comm.world import weakly
 from ..data_parallel.overlap import CommunicationLane
 from ..errors import HpcdpError, MismatchError, to_stderr
@@ -117,7 +117,7 @@ class Message:
         """Return the message as bytes, dtype uint8, and the pieces that follow it, views of a long payload."""
         body = np.empty(0, np.uint8) if self.payload is None else self.payload
         data = body.reshape(-1).view(np.uint8)
-        follows = HEADER_NBYTES + data.size > SHORT_MESSAGE_NBYTES
+        follows = HEADER_NBYTES + data.size > MESSAGE_NBYTES
         message = np.empty(HEADER_NBYTES + (0 if follows else data.size), np.uint8)
         _HEADER.pack_into(
             message.data, 0, _MAGIC, VERSION, self.kind, DTYPES.index(body.dtype), self.coded, self.store, self.part,
@@ -140,7 +140,7 @@ class Message:
 
 def pieces(data: np.ndarray) -> list[np.ndarray]:
     """Return views of a long payload's bytes in sending order."""
-    return segments(data, SHORT_MESSAGE_NBYTES)
+    return segments(data, MESSAGE_NBYTES)
 
 
 def following_nbytes(message: np.ndarray) -> int:
@@ -148,7 +148,7 @@ def following_nbytes(message: np.ndarray) -> int:
     if message.size != HEADER_NBYTES or bytes(message[:4]) != _MAGIC:
         return 0
     nbytes: int = _HEADER.unpack_from(message.data)[-1]
-    return nbytes if SHORT_MESSAGE_NBYTES - HEADER_NBYTES < nbytes <= MOST_NBYTES else 0
+    return nbytes if MESSAGE_NBYTES - HEADER_NBYTES < nbytes <= MOST_NBYTES else 0
 
 
 def decode(message: np.ndarray, following: np.ndarray | None = None) -> Message:

@@ -58,7 +58,7 @@ def test_a_run_of_four_ranks_on_two_hosts_goes_on_as_two_on_one(two_hosts: Clust
         done = two_hosts.mpirun(ranks_per_node, hpcdp(*arguments), 240)
         assert done.returncode == 0, done.stdout + done.stderr
     assert f"resuming {parts}\n" in done.stdout
-    assert len(checkpoints_of(parts)) == 2
+    assert {"step-0000000060", "step-0000000120"} <= set(checkpoints_of(parts))  # a slow run saves at times between
     assert numbers(parts) == numbers(whole)
 
 

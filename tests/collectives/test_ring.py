@@ -78,7 +78,7 @@ def test_all_ranks_together_send_the_formula_at_any_count(n, count, nbytes):
 
         traffic = thread_comm.run(n, rank)
     assert sum(rank.nbytes for rank in traffic) == 2 * (n - 1) * 8 * count
-    assert {rank.messages for rank in traffic} == {2 * (n - 1) * max(1, -(-8 * -(-count // n) // nbytes))}
+    assert {rank.messages for rank in traffic} == {2 * (n - 1) * max(1, -(-8 * count // (nbytes * n)))}
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 7])

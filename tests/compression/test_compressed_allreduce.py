@@ -53,7 +53,7 @@ def test_the_same_bits_on_all_ranks_and_nothing_lost(n, codec, count):
 @pytest.mark.parametrize("n", [2, 3, 5, 8])
 @pytest.mark.parametrize("message", [64, 60 << 10])
 def test_what_is_sent(n, codec, message, monkeypatch):
-    monkeypatch.setattr(compression, "SHORT_MESSAGE_NBYTES", message)
+    monkeypatch.setattr(compression, "MESSAGE_NBYTES", message)
     count = 5003
     found = steps(n, codec, count, 1)
     assert sum(nbytes for _, _, (_, nbytes) in found) == compression.sent_nbytes(count, F4, codec, n)
@@ -67,7 +67,7 @@ def test_what_is_sent(n, codec, message, monkeypatch):
 
 def test_segments_change_no_more_than_rounding(monkeypatch):
     whole = steps(3, Float16(), 5003, 2)
-    monkeypatch.setattr(compression, "SHORT_MESSAGE_NBYTES", 100)
+    monkeypatch.setattr(compression, "MESSAGE_NBYTES", 100)
     for (one, _, _), (many, _, _) in zip(whole, steps(3, Float16(), 5003, 2), strict=True):
         np.testing.assert_allclose(one, many, atol=1e-2)
 

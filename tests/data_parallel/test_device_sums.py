@@ -318,7 +318,7 @@ class CudaCodes:
 def test_codes_of_gpus_are_those_of_the_host(gpus_on_host, run, monkeypatch):
     way, codec, n, nodes = run
     go(way, monkeypatch)
-    monkeypatch.setattr(compression, "SHORT_MESSAGE_NBYTES", 2000)
+    monkeypatch.setattr(compression, "MESSAGE_NBYTES", 2000)
     if codec in ("1bit", "2bit"):
         on_host = compression._kernels
         monkeypatch.setattr(compression, "_kernels", lambda x: CudaCodes() if is_host(x) else on_host(x))

@@ -9,13 +9,13 @@ from contextlib import nullcontext
 import gpu_on_host
 import numpy as np
 import pytest
-from message_length import set_message_nbytes
 from pairs import in_turn, pairs
 from parameters_on_gpus import SHAPES, Parameter, check_steps, device_of, show_gpus, use_gpu
 from raises import raises
 
 import hpcdp
 from hpcdp.checkpoint.manager import Manager, Saving
+from hpcdp.collectives import ring
 from hpcdp.comm import progress, thread_comm
 from hpcdp.comm.communicator import wait_for
 from hpcdp.comm.gpu_buckets import transport
@@ -87,8 +87,7 @@ def test_sums_have_the_bits_of_those_through_the_host(reached, monkeypatch, run,
     way, n, nodes, dtype, overlap = run
     show_gpus(monkeypatch, COUNTS[way])
     monkeypatch.setattr(cpu_reduction, "SHORT_NBYTES", short_nbytes)  # by a ring, and by halving
-    if short_nbytes == 0:
-        set_message_nbytes(monkeypatch, 300)
+    monkeypatch.setattr(ring, "message_nbytes", lambda world: 300)
     through_host = []
     copy = Streams.copy_async
 
@@ -140,7 +139,7 @@ def test_a_message_is_a_whole_chunk_of_a_segment(reached, monkeypatch, n):
     most = segment_nbytes / n
     assert len(counts["direct"]) == 4 * n * 2 * (n - 1)
     assert 0.99 * most <= min(counts["direct"]) <= max(counts["direct"]) <= most
-    assert max(counts["staged"]) <= progress.SHORT_MESSAGE_NBYTES + 8
+    assert max(counts["staged"]) <= progress.MESSAGE_NBYTES + 8
 
 
 def test_who_waits_for_the_gpu_looks_after_the_node(reached, monkeypatch):
