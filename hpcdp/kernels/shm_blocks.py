@@ -118,7 +118,7 @@ def _takes_turns(plan, direct, staging):  # type: ignore[no-untyped-def]
     return not is_readable or (plan[WRITTEN, n] == 0 and plan[STOPS, n] >= direct[0, READ])
 
 
-@njit(inline="always")
+@njit
 def _take_turns(plan, staging, counters, state, kind, sent, received, streams):  # type: ignore[no-untyped-def]
     me, chunk = state[ME], staging.shape[2]
     other = 1 - me
@@ -156,10 +156,10 @@ def _take_turns(plan, staging, counters, state, kind, sent, received, streams): 
 def _move(plan, board, direct, staging, counters, state, kind, sent, received):  # type: ignore[no-untyped-def]
     n, chunk, me = staging.shape[1], staging.shape[2], state[ME]
     longest, streams = plan[BEGINS, n], received.size >= STREAMED_NBYTES
-    if state[PHASE] >= _TURNS:
-        return _take_turns(plan, staging, counters, state, kind, sent, received, streams)
     own_first, own_last = _own_block(plan, me)
     while True:
+        if state[PHASE] >= _TURNS:
+            return _take_turns(plan, staging, counters, state, kind, sent, received, streams)
         start = state[POSITION]
         half, posted = staging[state[HALF]], board[state[HALF]]
         addresses, places = posted[:, posted.shape[1] - 1], posted[:, posted.shape[1] - 2]
@@ -172,7 +172,7 @@ def _move(plan, board, direct, staging, counters, state, kind, sent, received): 
         if start == 0 and state[PHASE] == 1 and _takes_turns(plan, direct, staging):
             _finish_chunk(state, 0)
             state[PHASE] = _TURNS
-            return _take_turns(plan, staging, counters, state, kind, sent, received, streams)
+            continue
         any_direct = False
         if start == 0:
             for rank in range(n):
