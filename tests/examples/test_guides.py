@@ -5,12 +5,12 @@ runs in a folder of its own, in the same processes, because starting Python and 
 Fragments that cannot run are ``py`` blocks.
 """
 
-import functools
 import importlib.util
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -72,47 +72,48 @@ def programs() -> dict[str, str]:
     return {name: code for name, code in found.items() if code and (has_torch or "import torch" not in code)}
 
 
-@functools.cache
-def job(ranks: int, folder: Path) -> subprocess.CompletedProcess:
+def job(ranks: int, folder: Path) -> str:
+    """Run all programs in a folder and return what they print."""
     (folder / "run_all.py").write_text(RUN_ALL)
     paths = [folder / f"{name}.py" for name in programs()]
     for path, code in zip(paths, programs().values(), strict=True):
         path.write_text(code)
     launch = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", str(ranks), "--", sys.executable, "run_all.py"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI", "PRTE"))}
-    return subprocess.run(
+    done = subprocess.run(
         [*launch, *map(str, paths)], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("guides")
-
-
-def test_programs_run_on_two_ranks(folder: Path) -> None:
-    done = job(2, folder)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert len(re.findall("^== reference-", done.stdout, re.M)) > 10
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def run_on_two_ranks(made_once: Callable[[str, Callable[[Path], None]], Path]) -> tuple[Path, str]:
+    """The folder of the programs, and what they print; they are run once for all workers."""
+    folder = made_once("guides", lambda folder: (folder / "printed").write_text(job(2, folder)))
+    return folder, (folder / "printed").read_text()
+
+
+def test_programs_run_on_two_ranks(run_on_two_ranks: tuple[Path, str]) -> None:
+    assert len(re.findall("^== reference-", run_on_two_ranks[1], re.M)) > 10
 
 
 @pytest.mark.thorough
 def test_programs_run_on_one_rank(tmp_path: Path) -> None:
-    done = job(1, tmp_path)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert len(re.findall("^== reference-", job(1, tmp_path), re.M)) > 10
 
 
-def test_the_script_of_the_readme_prints_what_it_says(folder: Path) -> None:
+def test_the_script_of_the_readme_prints_what_it_says(run_on_two_ranks: tuple[Path, str]) -> None:
     if importlib.util.find_spec("torch") is None:
         pytest.skip("PyTorch is not installed")
-    printed = re.findall(r"^epoch 5  loss (0\.\d{3})$", job(2, folder).stdout, re.M)
+    printed = re.findall(r"^epoch 5  loss (0\.\d{3})$", run_on_two_ranks[1], re.M)
     said = re.search(r"`epoch 5  loss (0\.\d{3})`", (ROOT / "README.md").read_text())
     assert said is not None and len(printed) == 1 and abs(float(printed[0]) - float(said[1])) < 0.02
 
 
-def test_a_run_goes_on_from_its_checkpoint(folder: Path) -> None:
+def test_a_run_goes_on_from_its_checkpoint(run_on_two_ranks: tuple[Path, str]) -> None:
     """Stopped after step 13, it goes on after step 10, which it had saved."""
-    assert job(2, folder).returncode == 0
+    folder, _ = run_on_two_ranks
     names = [path.name for path in sorted((folder / "checkpoints" / "checkpoints").glob("step-*"))]
     assert names == ["step-0000000010", "step-0000000020"]
     saved = [path.name for path in sorted((folder / "training" / "stopped").glob("step-*"))]
