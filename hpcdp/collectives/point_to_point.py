@@ -40,7 +40,7 @@ from .staging import (
     ranks_of,
 )
 
-SHORT_NBYTES, SHORT_IN_NODE_NBYTES = 8 << 10, 64 << 10
+SHORT_NBYTES, SHORT_IN_NODE_NBYTES = 8 << 10, 256 << 10
 """The longest data that the message with the shape carries, by MPI and inside a node: they are copied, but need no
 second message, and no answer of the receiver.
 """

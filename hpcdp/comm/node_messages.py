@@ -21,8 +21,8 @@ from .communicator import COMPLETE, PolledRequest, Request
 from .shared_memory import NodeMemory
 from .world import weakly
 
-_QUEUE_WORDS = 64 + (256 << 10) // 4
-"""``int32`` words of a queue: those before its ring (`shm_messages.RING`), and a ring of 256 KB."""
+_QUEUE_WORDS = 64 + (1 << 20) // 4
+"""``int32`` words of a queue: those before its ring (`shm_messages.RING`), and a ring of 1 MB."""
 _TAIL, _HEAD = 0, 32
 """The words `shm_messages.TAIL` and `HEAD` of a queue, which is empty while they are equal."""
 _SLOTS = 256
@@ -33,7 +33,7 @@ _ANSWER, _READ, _SEND_IT, _QUEUE_FULL = 0, 1, 2, -1
 """`shm_messages.ANSWER`, the answers `READ` and `SEND_IT`, and `QUEUE_FULL`."""
 _NO_OFFER = np.zeros(_OFFER_WORDS, np.int32)
 """An offer of nothing, which has no receiver."""
-MOST_NBYTES = 66 << 10
+MOST_NBYTES = 258 << 10
 """The longest message, header and data together; several fit into a queue."""
 KERNEL_SPINS = 10_000
 """Polls in a kernel, some 0.3 ms, in which a sender writes a part of 1 MB, the longest, unless it loses its core."""

@@ -21,12 +21,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .copies import _memcpy, _word, copy_bytes
+from .copies import _memcpy, _word, copy_bytes, fence, stream_bytes
 from .jit import kernel
 from .shm_blocks import _pointer
 from .shm_exchange import READ_CALL, WRITE_CALL, _pause, add, copy_memory, load, store
@@ -46,6 +46,15 @@ are there, and the word at which the message begins.
 """
 _SEGMENT_NBYTES = 8 << 10
 """A receiver copies such a segment of a message while the sender writes the next one. Data as long begin a line."""
+_STREAMED_NBYTES = 16 << 10
+"""The same for segments that are written past the caches, each of which ends with a fence."""
+_FAR_TICKS = 1150 if binding.get_host_cpu_name() == "znver3" else 0
+"""Cycles of the first segment from which the other core is taken to have another L3 cache: 0.5 us.
+
+Then further segments are written past the caches. On an AMD EPYC (Zen 3) a message of 256 KB takes 16 instead of 28 us
+if a line takes 210 ns between the cores (the first segment 1,200 to 2,400 cycles), but 18 instead of 11 us if it takes
+50 (420 to 1,130). Zero on other processors, where nothing was measured: all segments are copied plainly.
+"""
 _FILLS = -1
 """In place of the sender: a record without a message."""
 
@@ -101,6 +110,20 @@ def _bytes_at(typingctx: Any, array: Any, index: Any) -> Any:
     return types.voidptr(array, types.intp), generate
 
 
+@intrinsic
+def _ticks(typingctx: Any) -> Any:
+    """Return the processor's cycle counter, or 0 without `_FAR_TICKS`."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(64)
+        if not _FAR_TICKS:
+            return word(0)
+        kind = ir.FunctionType(word, [])
+        return builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.readcyclecounter"), [])
+
+    return types.int64(), generate
+
+
 @kernel()
 def push(queue, me, tag, header, data):  # type: ignore[no-untyped-def]
     """Send a message to another rank of the node, or to this one.
@@ -141,13 +164,22 @@ def push(queue, me, tag, header, data):  # type: ignore[no-untyped-def]
     queue[record + _BEGIN] = begin
     _memcpy(_bytes_at(queue, 4 * (record + begin)), _bytes_at(header, 0), 8 * header.size)
     place = queue[record + begin + 2 * header.size :].view(np.uint8)
-    for first in range(0, max(data.size, 1), _SEGMENT_NBYTES):
-        last = min(first + _SEGMENT_NBYTES, data.size)
-        _copy_segment(place, data, first, last)
+    first, is_far = 0, False
+    while True:
+        last = min(first + (_STREAMED_NBYTES if is_far else _SEGMENT_NBYTES), data.size)
+        if is_far:
+            stream_bytes(place[first:last], data[first:last])
+            fence()
+        else:
+            began = _ticks()
+            _copy_segment(place, data, first, last)
+            is_far = first == 0 and _ticks() - began > _FAR_TICKS
         store(queue, record + _THERE, np.int32(8 * header.size + last))
         if first == 0:
             store(queue, record, need)
-    return DONE
+        if last == data.size:
+            return DONE
+        first = last
 
 
 @njit(inline="always")

@@ -87,7 +87,7 @@ def test_real_ranks_send_long_arrays_of_all_sizes():
 
 def exchange_between_all(world):
     """Every rank has long arrays for and from all others under way at once."""
-    n, me, nbytes = world.size, world.rank, 200_001
+    n, me, nbytes = world.size, world.rank, 300_001
     for salt in range(3):
         sends = [hpcdp.isend(bytes_from(me, nbytes + dest, salt), dest, 5, world) for dest in range(n)]
         receives = [hpcdp.irecv(None, source, 5, world) for source in reversed(range(n))]

@@ -91,7 +91,7 @@ def test_a_message_goes_to_the_first_receive_that_fits_and_holds_up_no_other():
         if world.rank:
             hpcdp.recv(None, 0, 1, world)
             for value in range(2 if world.rank == 1 else 1):
-                hpcdp.send(np.full(30_000, 10 * world.rank + value), 0, 0, world)
+                hpcdp.send(np.full(40_000, 10 * world.rank + value), 0, 0, world)
             return None
         from_1 = hpcdp.irecv(None, 1, world=world)
         from_any = [hpcdp.irecv(None, None, world=world) for _ in range(2)]
@@ -108,11 +108,11 @@ def test_receives_of_several_threads_share_the_messages():
     def rank(world):
         if world.rank == 0:
             for value in range(40):
-                hpcdp.send(np.full(1 + 20_000 * (value % 2), value), 1, 0, world)
+                hpcdp.send(np.full(1 + 40_000 * (value % 2), value), 1, 0, world)
             return None
         with ThreadPoolExecutor(4) as threads:
             got = list(threads.map(lambda _: hpcdp.recv(None, None, 0, world)[0], range(40)))
-        assert all((x == x[0]).all() and x.size == 1 + 20_000 * (x[0] % 2) for x in got)
+        assert all((x == x[0]).all() and x.size == 1 + 40_000 * (x[0] % 2) for x in got)
         return sorted(int(x[0]) for x in got)
 
     assert thread_comm.run(2, rank)[1] == list(range(40))
