@@ -118,7 +118,8 @@ def iallreduce(
 ) -> Operation[ArrayT]:
     """Start an `allreduce`, with the same arguments and errors, and return at once; several may be in progress.
 
-    Every rank must start the same operations in the same order. Any number may be in progress. They progress on a
+    The first call of its kind in a world waits until all ranks have made it. Every rank must start the same operations
+    in the same order. Any number may be in progress. They progress on a
     thread of their own while this one computes, unless MPI lacks THREAD_MULTIPLE; then during ``test()`` and ``wait()``
     of any of them. Neither ``x`` nor ``out`` may be touched before the end. A blocking reduction or broadcast,
     `World.barrier` and `World.split` first complete the operations of their own world.

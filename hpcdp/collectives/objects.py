@@ -367,12 +367,17 @@ class _Encoder:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             object.__new__(kind)  # receivers do this, which raises an error for subclasses of dict, int and others
             fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            others = [name for name in getattr(value, "__dict__", {}) if name not in fields and not hasattr(kind, name)]
+            if others:
+                self._refuse(where, f"a {kind.__name__} without attributes beside its fields", f"one with {others[0]}")
             items = {name: self.plain(item, f"{where}.{name}", depth + 1) for name, item in fields.items()}
             return ["dataclass", *_class_name(kind), items]
         if isinstance(value, tuple) and hasattr(kind, "_fields"):
             parts = [self.plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
             return ["namedtuple", *_class_name(kind), *parts]
         if isinstance(value, np.dtype):
+            if value.names is not None or value.name.startswith("void"):
+                self._refuse(where, "a dtype of numbers, text or times", str(value))
             return ["dtype", _dtype_name(value)]
         if isinstance(value, np.generic) or kind is np.ndarray or has_namespace(value):
             return self._array(value, where)

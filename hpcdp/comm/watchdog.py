@@ -61,6 +61,8 @@ class Member(NamedTuple):
     born: str
     """When its process began, as in /proc, because process numbers are reused."""
     shows_stacks: bool
+    number: int | None = None
+    """Its rank among all ranks, if it is known as another one in a part of them."""
 
     @property
     def state(self) -> str:
@@ -72,7 +74,8 @@ class Member(NamedTuple):
         return "X" if born != self.born or state == "Z" else state
 
     def __str__(self) -> str:
-        return f"rank {self.rank} (host {self.host}, pid {self.pid})"
+        among_all = "" if self.number is None else f" of the group, {self.number} of all"
+        return f"rank {self.rank}{among_all} (host {self.host}, pid {self.pid})"
 
 
 _LACKS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -201,7 +204,11 @@ class Watchdog:
 
     def _meet(self, world: World, shows_stacks: bool) -> None:
         pid, host = os.getpid(), socket.gethostname()
-        mine = Member(world.rank, host, pid, look_at(pid)[1], shows_stacks)
+        whole = world
+        while whole.parent is not None:
+            whole = whole.parent
+        number = whole.rank if whole.rank != world.rank else None
+        mine = Member(world.rank, host, pid, look_at(pid)[1], shows_stacks, number)
         self._everyone = [Member(*fields) for fields in world.comm.allgather_json(mine)]
         self._visible = [member for member in self._everyone if member.host == host and member.state != "X"]
         """Members whose processes are visible in /proc."""

@@ -335,6 +335,8 @@ class World:
             raise ConfigError("subset", expected="a world of workers", got="a world with servers")
         last = self.size - 1
         valid = f"ranks from 0 to {last}"
+        if not isinstance(ranks, Iterable):
+            raise ConfigError("subset", where="ranks", expected=valid, got=ranks)
         members = sorted(whole_number("subset", "ranks", rank, 0, last, expected=valid) for rank in ranks)
         if len(set(members)) != len(members) or self.rank not in members:
             raise ConfigError(

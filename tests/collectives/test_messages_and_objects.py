@@ -321,7 +321,12 @@ def test_what_cannot_be_sent_is_an_error_on_every_rank(value):
 def test_the_error_of_an_object_is_named():
     def rank(world):
         me = world.rank
-        for value, got in ((Unset(1), "no attribute 'b'"), (Failing(1), "Unprintable"), (Point, "the class Point")):
+        labelled = Point(1, 2)
+        object.__setattr__(labelled, "label", "x")
+        for value, got in (
+            (Unset(1), "no attribute 'b'"), (Failing(1), "Unprintable"), (Point, "the class Point"),
+            (labelled, "label"), (np.dtype([("a", "i4")]), "a"), (np.dtype("V4"), "V4"),
+        ):  # fmt: skip
             with pytest.raises(UnsupportedError, match=got):
                 hpcdp.broadcast_object([me, value] if me == 1 else me, 1, world)
             with pytest.raises(UnsupportedError, match=got):

@@ -448,6 +448,22 @@ def test_a_rank_that_does_not_come_to_be_split_off_is_told():
     assert re.match(r"rank 0 of 3: split has not ended in .* rank 1 \(host .*\) has not come", reports[0].getvalue())
 
 
+def test_a_rank_of_a_group_is_named_as_all_know_it():
+    reports = {}
+
+    def rank(world):
+        group = world.split(world.rank % 2)
+        if world.rank == 1:
+            return
+        watched(group, 0.3, reports)
+        if group.rank == 0:
+            group.barrier()
+
+    with pytest.raises(WorldAborted):
+        thread_comm.run(3, rank)
+    assert "rank 1 of the group, 2 of all (host" in reports[0].getvalue()
+
+
 @pytest.mark.parametrize("per_node", [None, 1])
 def test_ranks_in_calls_of_different_worlds_are_a_hang(per_node, monkeypatch):
     """Those of one world are compared. A rank that waits in one world answers for the other."""
