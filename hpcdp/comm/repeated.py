@@ -15,7 +15,7 @@ from .world import World
 
 T = TypeVar("T")
 
-SHORT_NBYTES = 256 << 10
+SHORT_NBYTES = 1 << 20
 """The longest arrays whose nonblocking exchange begins in the thread of its caller, and is polled there and seldom by
 the progress lane: to wake that takes longer than to move them.
 """
