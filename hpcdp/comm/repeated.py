@@ -127,7 +127,7 @@ class _ExchangeInProgress(PolledOperation[T]):
     """A nonblocking `BoundExchange` for which other ranks have not arrived."""
 
     rest: RunningTask | None = None
-    """What follows once the kernel has returned another value than that it waits."""
+    """The steps that follow a value of the kernel other than ``NOT_YET``; None before it."""
 
     def __init__(
         self,

@@ -130,7 +130,7 @@ def lanes_of_segment(
 ) -> list[Steps]:
     """Return the exchanges that sum a segment by ``total`` in place, each with its own tag.
 
-    They are ``number`` over a ring, on which the bits do not depend.
+    Over a ring there are ``number`` of them, and the bits do not depend on it.
     """
     if comm.size > 2 and x.nbytes <= SHORT_NBYTES:
         return halving_doubling.lanes(x, total, comm, tag)

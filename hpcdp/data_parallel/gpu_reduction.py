@@ -542,9 +542,9 @@ class GpuReduction(BucketReduction):
         self.coder: CodeStaging | None = None
         if self.sends_messages:
             _require_sums_on_the_host(sizes)
-            if compression is None and layout.longest_nbytes >= ring.LONG_NBYTES:
-                ring.fit_messages(world)
             self.goes_direct = compression is None and agree_on_cuda_aware_mpi(world)[0]
+            if compression is None and not self.goes_direct and layout.longest_nbytes >= ring.LONG_NBYTES:
+                ring.fit_messages(world)
             if self.goes_direct:
                 world.sends_from(streams.device, self)
             if self._across is not None and compression is not None:
