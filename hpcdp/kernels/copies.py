@@ -124,7 +124,7 @@ def fence(typingctx: Any) -> Any:
     return types.none(), generate
 
 
-@njit(inline="always")
+@kernel()
 def copy_bytes(out, x):  # type: ignore[no-untyped-def]
     """Copy ``x`` to ``out``."""
     whole = x.size - x.size % _LINES
@@ -137,7 +137,7 @@ def copy_bytes(out, x):  # type: ignore[no-untyped-def]
     _memcpy(_address(out, whole), _address(x, whole), x.size - whole)
 
 
-@njit(inline="always")
+@kernel()
 def stream_bytes(out, x):  # type: ignore[no-untyped-def]
     """Copy ``x`` to ``out`` past the caches."""
     head = min(-out.ctypes.data % _LINE, x.size)
@@ -148,7 +148,7 @@ def stream_bytes(out, x):  # type: ignore[no-untyped-def]
     _memcpy(_address(out, last), _address(x, last), x.size - last)
 
 
-@njit(inline="always")
+@kernel()
 def stream_and_keep_bytes(out, kept, x):  # type: ignore[no-untyped-def]
     """Copy ``x`` to ``out`` past the caches, and to ``kept`` through them."""
     head = min(-out.ctypes.data % _LINE, x.size)

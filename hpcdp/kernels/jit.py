@@ -285,7 +285,10 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
 def kernel(signatures: Any = (), **options: Any) -> Callable[[Any], Kernel]:
     """Decorate a kernel, as ``numba.njit(..., cache=True, nogil=True, error_model="numpy")`` would.
 
-    Each version is read or compiled at its first use, by one process of the machine.
+    Each version is read or compiled at its first use, by one process of the machine. A long function that several
+    kernels call is a kernel itself, so that it is compiled once; in those of `shm_exchange` and `shm_blocks` that took
+    26 s in all instead of 46 with ``inline="always"``. With ``forceinline`` LLVM puts it into its callers, which takes
+    longer to compile, and saves 0.3 us of a short call.
 
     Args:
         signatures: one or a list, of argument types to which others are converted if possible. Empty: the types of each

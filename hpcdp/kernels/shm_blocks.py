@@ -61,7 +61,7 @@ _TURNS = 4
 """The phase of two ranks that take turns, before they stage a piece."""
 
 
-@njit(inline="always")
+@kernel()
 def _receive(out, x, streams):  # type: ignore[no-untyped-def]
     if out.ctypes.data != x.ctypes.data:
         if streams:
@@ -70,7 +70,7 @@ def _receive(out, x, streams):  # type: ignore[no-untyped-def]
             copy_bytes(out, x)
 
 
-@njit(inline="always")
+@kernel(forceinline=True)
 def _own_block(plan, me):  # type: ignore[no-untyped-def]
     # The part of this rank's data that no other rank reads.
     if plan[FIRSTS, plan.shape[1] - 1] == 0:
@@ -78,7 +78,7 @@ def _own_block(plan, me):  # type: ignore[no-untyped-def]
     return plan[FIRSTS, me], plan[FIRSTS, me] + plan[ENDS, me + 1] - plan[ENDS, me]
 
 
-@njit(inline="always")
+@kernel()
 def _keep_own(plan, me, start, stop, sent, received, streams):  # type: ignore[no-untyped-def]
     # Copy what lies between two positions of this rank's data, and is for itself.
     first, begin = plan[FIRSTS, me], plan[ENDS, me]
@@ -87,7 +87,7 @@ def _keep_own(plan, me, start, stop, sent, received, streams):  # type: ignore[n
         _receive(received[begin + lo - first : begin + hi - first], sent[lo:hi], streams)
 
 
-@njit(inline="always")
+@kernel()
 def _stage_others(row, sent, start, lo, hi):  # type: ignore[no-untyped-def]
     stop = min(start + row.size, sent.size)
     before, after = min(lo, stop), max(hi, start)
@@ -97,7 +97,7 @@ def _stage_others(row, sent, start, lo, hi):  # type: ignore[no-untyped-def]
         copy_bytes(row[after - start : stop - start], sent[after:stop])
 
 
-@njit(inline="always")
+@kernel(forceinline=True)
 def _announce(counts, board, direct, staging, counters, state, kind, sent, lo, hi):  # type: ignore[no-untyped-def]
     if state[PHASE] == 0:
         me = state[ME]
@@ -110,7 +110,7 @@ def _announce(counts, board, direct, staging, counters, state, kind, sent, lo, h
     return _all_arrived(counters, staging.shape[1], state, kind)
 
 
-@njit(inline="always")
+@kernel(forceinline=True)
 def _takes_turns(plan, direct, staging):  # type: ignore[no-untyped-def]
     n, is_readable = staging.shape[1], direct[0, READ] > 0
     if n != 2 or plan[BEGINS, n] <= staging.shape[2]:
@@ -152,7 +152,7 @@ def _take_turns(plan, staging, counters, state, kind, sent, received, streams): 
     return DONE
 
 
-@njit(inline="always")
+@kernel(forceinline=True)
 def _move(plan, board, direct, staging, counters, state, kind, sent, received):  # type: ignore[no-untyped-def]
     n, chunk, me = staging.shape[1], staging.shape[2], state[ME]
     longest, streams = plan[BEGINS, n], received.size >= STREAMED_NBYTES

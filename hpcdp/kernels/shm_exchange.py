@@ -194,13 +194,13 @@ def state_of(rank: int, patience: np.ndarray) -> np.ndarray:
 _state_t = types.Array(types.int64, 1, "C")
 
 
-@njit(inline="always")
+@kernel()
 def _copy(out, x):  # type: ignore[no-untyped-def]
     for i in range(out.size):  # the error messages of a slice assignment would compile for three seconds
         out[i] = x[i]
 
 
-@njit(inline="always")
+@kernel()
 def _scaled_copy(out, x, factor):  # type: ignore[no-untyped-def]
     if factor == 1:  # no multiplication: it is slow for subnormal numbers
         _copy(out, x)
@@ -209,7 +209,7 @@ def _scaled_copy(out, x, factor):  # type: ignore[no-untyped-def]
             out[i] = x[i] * factor
 
 
-@njit(inline="always")
+@kernel()
 def _add(total, x, factor):  # type: ignore[no-untyped-def]
     if factor == 1:
         for i in range(total.size):
@@ -219,7 +219,7 @@ def _add(total, x, factor):  # type: ignore[no-untyped-def]
             total[i] += x[i] * factor
 
 
-@njit(inline="always")
+@kernel()
 def _finish(total, divisor, factor):  # type: ignore[no-untyped-def]
     if divisor != 1:
         for i in range(total.size):
@@ -229,7 +229,7 @@ def _finish(total, divisor, factor):  # type: ignore[no-untyped-def]
             total[i] = total[i] * factor
 
 
-@njit(inline="always")
+@kernel()
 def _sum_of_rows(total, mine, rows, me, prescale, divisor, factor):  # type: ignore[no-untyped-def]
     # In the order of the ranks: `mine` in place of this rank's row, which is not staged.
     one = total.dtype.type(1)
@@ -245,7 +245,7 @@ def _sum_of_rows(total, mine, rows, me, prescale, divisor, factor):  # type: ign
     _finish(total, divisor, factor)
 
 
-@njit(inline="always")
+@kernel()
 def _sum_in_both(mine, other, prescale, factor):  # type: ignore[no-untyped-def]
     if prescale == 1 and factor == 1:
         for i in range(mine.size):
@@ -259,13 +259,13 @@ def _sum_in_both(mine, other, prescale, factor):  # type: ignore[no-untyped-def]
             other[i] = total
 
 
-@njit(inline="always")
+@kernel()
 def _take_lines(staged, values):  # type: ignore[no-untyped-def]
     for i in range(0, staged.size, max(1, _LINE_NBYTES // staged.itemsize)):
         staged[i] = values[i]
 
 
-@njit(inline="always")
+@kernel()
 def _sum_of_two(out, mine, other, prescale, factor):  # type: ignore[no-untyped-def]
     if prescale == 1 and factor == 1:
         for i in range(out.size):
@@ -277,7 +277,7 @@ def _sum_of_two(out, mine, other, prescale, factor):  # type: ignore[no-untyped-
         _take_lines(other, out)
 
 
-@njit(inline="always")
+@kernel(forceinline=True)
 def _arrive(counters, state, kind):  # type: ignore[no-untyped-def]
     # Beside its counter a rank posts the kind of its call. It alternates between two words: before it writes one again
     # it has waited for all ranks at the arrival between, so no rank still reads it.
@@ -287,7 +287,7 @@ def _arrive(counters, state, kind):  # type: ignore[no-untyped-def]
     post(counters, state[ME], np.int32(state[SEQUENCE]))
 
 
-@njit(inline="always")
+@kernel(forceinline=True)
 def _all_arrived(counters, n, state, kind):  # type: ignore[no-untyped-def]
     if not wait_all(counters, n, np.int32(state[SEQUENCE]), state[SPINS], state[SLEEP_NS]):
         return NOT_YET
@@ -299,7 +299,7 @@ def _all_arrived(counters, n, state, kind):  # type: ignore[no-untyped-def]
     return DONE
 
 
-@njit(inline="always")
+@kernel(forceinline=True)
 def _finish_chunk(state, position):  # type: ignore[no-untyped-def]
     state[POSITION] = position
     state[PHASE] = 0
@@ -397,7 +397,7 @@ def sum_by_owners(staging, counters, state, kind, prescale, divisor, factor, x):
     return DONE
 
 
-@njit(inline="always")
+@kernel()
 def _give(out, x, streams):  # type: ignore[no-untyped-def]
     if streams:
         stream_bytes(out.view(np.uint8), x.view(np.uint8))
@@ -461,7 +461,7 @@ def sum_to_root(staging, counters, state, kind, prescale, divisor, factor, root,
     return DONE
 
 
-@njit(inline="always")
+@kernel()
 def copy_memory(call, pid, address, here, nbytes):  # type: ignore[no-untyped-def]
     """Copy memory from or to a process; ``call`` is `READ_CALL` or `WRITE_CALL`. Return success."""
     if call < 0:
@@ -561,19 +561,19 @@ def pushpull_state(rank: int, patience: np.ndarray, pieces: int, phases: int) ->
     return state
 
 
-@njit(inline="always")
+@kernel()
 def _span(ends, rank, piece, width):  # type: ignore[no-untyped-def]
     first = min(ends[rank] + piece * width, ends[rank + 1])
     return first, min(first + width, ends[rank + 1])
 
 
-@njit(inline="always")
+@kernel()
 def _staged(staging, rank, owner, piece, first, last):  # type: ignore[no-untyped-def]
     at = owner * (staging.shape[2] // staging.shape[1])
     return staging[piece % SLOTS, rank, at : at + last - first]
 
 
-@njit(inline="always")
+@kernel()
 def _stage(x, staging, ends, me, piece):  # type: ignore[no-untyped-def]
     n = staging.shape[1]
     for owner in range(n):
@@ -582,7 +582,7 @@ def _stage(x, staging, ends, me, piece):  # type: ignore[no-untyped-def]
             _copy(_staged(staging, me, owner, piece, first, last), x[first:last])
 
 
-@njit(inline="always")
+@kernel()
 def _sum(x, out, in_place, total, staging, ends, me, piece):  # type: ignore[no-untyped-def]
     # A loop that reads and writes one array by two names is not vectorized: hence `in_place`, and blocks in the L1
     # cache.
@@ -631,7 +631,7 @@ def _sum(x, out, in_place, total, staging, ends, me, piece):  # type: ignore[no-
                 _copy(_staged(staging, rank, me, piece, begin, end)[first - begin : last - begin], block)
 
 
-@njit(inline="always")
+@kernel()
 def _fetch(out, staging, ends, me, piece, takes):  # type: ignore[no-untyped-def]
     # ``takes``: the owner writes there next. That is slow for cache lines that were only read here, but not for lines
     # that were written here.
@@ -648,28 +648,28 @@ def _fetch(out, staging, ends, me, piece, takes):  # type: ignore[no-untyped-def
                 _copy(fetched, staged)
 
 
-@njit(inline="always")
+@kernel()
 def _arrived(counters, n, number, state):  # type: ignore[no-untyped-def]
     return wait_all(counters, n, np.int32(number), state[SPINS], state[SLEEP_NS])
 
 
-@njit(inline="always")
+@kernel()
 def _first(state):  # type: ignore[no-untyped-def]
     return state[ROUND] * state[PHASES] + 1
 
 
-@njit(inline="always")
+@kernel()
 def _staged_number(state, piece):  # type: ignore[no-untyped-def]
     return _first(state) + 1 + piece
 
 
-@njit(inline="always")
+@kernel()
 def _spread_number(state, piece):  # type: ignore[no-untyped-def]
     pieces = state[PIECES]
     return _first(state) + (state[PHASES] - 1 if piece + 1 == pieces else 1 + pieces + piece)
 
 
-@njit(inline="always")
+@kernel()
 def _put(total, staging, ends, me, piece):  # type: ignore[no-untyped-def]
     n = staging.shape[1]
     first, last = _span(ends, me, piece, staging.shape[2] // n)
@@ -678,7 +678,7 @@ def _put(total, staging, ends, me, piece):  # type: ignore[no-untyped-def]
             _copy(_staged(staging, rank, me, piece, first, last), total[first:last])
 
 
-@njit(inline="always")
+@kernel()
 def _met(x, staging, ends, counters, state):  # type: ignore[no-untyped-def]
     n, me = staging.shape[1], state[ME]
     if state[PHASE] == _ARRIVING:

@@ -182,7 +182,7 @@ def push(queue, me, tag, header, data):  # type: ignore[no-untyped-def]
         first = last
 
 
-@njit(inline="always")
+@kernel()
 def _copy_segment(out, x, first, last):  # type: ignore[no-untyped-def]
     if last - first < _SEGMENT_NBYTES // 8:
         _memcpy(_bytes_at(out, first), _bytes_at(x, first), last - first)
@@ -190,7 +190,7 @@ def _copy_segment(out, x, first, last):  # type: ignore[no-untyped-def]
         copy_bytes(out[first:last], x[first:last])
 
 
-@njit(inline="always")
+@kernel()
 def _take_bytes(out, queue, record, start, spins):  # type: ignore[no-untyped-def]
     """Copy a message from byte ``start`` on, while it is written; return whether it has come within ``spins`` polls."""
     place = queue[record + queue[record + _BEGIN] :].view(np.uint8)[start:]
@@ -208,7 +208,7 @@ def _take_bytes(out, queue, record, start, spins):  # type: ignore[no-untyped-de
     return True
 
 
-@njit(inline="always")
+@kernel()
 def _first_record(queue):  # type: ignore[no-untyped-def]
     # Only the receiver writes the head.
     lines = np.int32((queue.size - RING) // _LINE)
@@ -224,7 +224,7 @@ def _first_record(queue):  # type: ignore[no-untyped-def]
         store(queue, HEAD, np.int32(head + length))
 
 
-@njit(inline="always")
+@kernel()
 def _drop_record(queue, record):  # type: ignore[no-untyped-def]
     length = queue[record]
     for line in range(length):
@@ -232,12 +232,12 @@ def _drop_record(queue, record):  # type: ignore[no-untyped-def]
     store(queue, HEAD, np.int32(queue[HEAD] + length))
 
 
-@njit(inline="always")
+@kernel()
 def _unit_of(nbytes):  # type: ignore[no-untyped-def]
     return _UNIT_NBYTES * max(1, -(-nbytes // (_UNIT_NBYTES * _MOST_UNITS)))
 
 
-@njit(inline="always")
+@kernel()
 def _claim(offer, nbytes, is_sender, divisor):  # type: ignore[no-untyped-def]
     """Return the limits of a part, in bytes, that this rank now has to copy; an empty one if all are claimed."""
     unit = _unit_of(nbytes)
@@ -255,7 +255,7 @@ def _claim(offer, nbytes, is_sender, divisor):  # type: ignore[no-untyped-def]
             return first * unit, min((first + count) * unit, nbytes)
 
 
-@njit(inline="always")
+@kernel()
 def _write_part(offer):  # type: ignore[no-untyped-def]
     """Write a part of the data to the receiver, if it has begun to read them; return whether there was one."""
     if load(offer, ANSWER) != _BEGUN or offer[_IS_UNWRITABLE]:
