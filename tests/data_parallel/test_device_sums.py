@@ -185,7 +185,7 @@ def comes_without_waiting(reducer, bucket, streams):
     with streams.stream() as behind:
         reducer.reduction.summed(bucket)
         streams.record(done, behind)
-    deadline = time.monotonic() + 10  # the other rank's part may come late, too
+    deadline = time.monotonic() + 60  # the other rank's part may come late, too
     while not (found := streams.query(done)) and time.monotonic() < deadline:
         time.sleep(1e-4)
     return found

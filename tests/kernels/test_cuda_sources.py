@@ -1,5 +1,6 @@
 """The CUDA sources compile without a warning for the GPUs that hpcdp supports; needs nvcc or cuda-core, but no GPU.
 
+`make check` compiles them; `make test` leaves it out, because that takes 40 s of a core.
 They are compiled as one program, each in a namespace of its own, because most of a compiler's time goes into its start.
 Sources that have compiled are compiled again only when they, the options or the compiler change.
 """
@@ -23,6 +24,7 @@ from hpcdp.kernels import cuda
 ARCHITECTURES = (80, 90, 100)
 """A100; H100 and H200; B200."""
 
+compiles = pytest.mark.skipif(not os.environ.get("HPCDP_TEST_CUDA_SOURCES"), reason="make check compiles CUDA sources")
 OPTIMIZED = bool(os.environ.get("HPCDP_TEST_THOROUGH"))
 """As for a real GPU: three times the work, and no other errors."""
 
@@ -42,6 +44,7 @@ def test_no_source_asks_for_the_architecture(file: str) -> None:
     assert "__CUDA_ARCH" not in cuda.source(file)
 
 
+@compiles
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_all_compile_without_a_warning(architecture: int, tmp_path: Path) -> None:
     compile_program, version = _compiler()
@@ -57,6 +60,7 @@ def test_all_compile_without_a_warning(architecture: int, tmp_path: Path) -> Non
     compiled.touch()
 
 
+@compiles
 def test_a_warning_is_an_error(tmp_path: Path) -> None:
     compile_program, _ = _compiler()
     program = _alone("times")
