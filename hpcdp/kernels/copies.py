@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import binding, ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 

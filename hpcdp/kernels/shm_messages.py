@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import binding, ir
-from numba import carray, njit, types
+from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
