@@ -19,6 +19,7 @@ import pathlib
 import sys
 import traceback
 import uuid
+import zoneinfo
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -27,12 +28,12 @@ import numpy as np
 
 from ..comm import World
 from ..comm.progress import Operation
-from ..core.arrays import dtype_of, has_namespace, is_float, kind_named, kinds, native, to_host
+from ..core.arrays import dtype_of, has_namespace, is_float, kind_named, kinds, to_host
 from ..core.checks import described
 from ..errors import UnsupportedError, type_named
 from . import data_movement
 from .blocks import offsets
-from .point_to_point import irecv, isend, recv, send
+from .point_to_point import irecv_object_as_bytes, isend_as, recv_object_as_bytes, send_as
 from .staging import bytes_of, checked_root, ranks_of, refuse_mask, validation
 
 _ALIGNED = 16
@@ -46,19 +47,19 @@ _AS_TEXT: dict[type, tuple[str, Callable[[Any], str], Callable[[str], Any]]] = {
     complex: ("complex", repr, complex),
     bytes: ("bytes", lambda value: base64.b64encode(value).decode(), _of_base64),
     bytearray: ("bytearray", lambda value: base64.b64encode(value).decode(), lambda text: bytearray(_of_base64(text))),
-    datetime.datetime: ("datetime", datetime.datetime.isoformat, datetime.datetime.fromisoformat),
     datetime.date: ("date", datetime.date.isoformat, datetime.date.fromisoformat),
-    datetime.time: ("time", datetime.time.isoformat, datetime.time.fromisoformat),
     decimal.Decimal: ("decimal", str, decimal.Decimal),
     fractions.Fraction: ("fraction", str, fractions.Fraction),
     uuid.UUID: ("uuid", str, uuid.UUID),
     pathlib.PosixPath: ("path", str, pathlib.PosixPath),
     pathlib.PurePosixPath: ("pure path", str, pathlib.PurePosixPath),
     pathlib.PureWindowsPath: ("windows path", str, pathlib.PureWindowsPath),
+    zoneinfo.ZoneInfo: ("zone", lambda zone: zone.key, zoneinfo.ZoneInfo),
 }  # fmt: skip
 _FROM_TEXT = {kind: decode for kind, _, decode in _AS_TEXT.values()}
 _HEADER = np.dtype([("nbytes", np.int64), ("length", np.int64), ("kind", np.int64), ("unused", np.int64)])
 _KINDS = "numbers, text, bytes, lists, tuples, sets, dicts, arrays, paths, dates, enumerations or dataclasses"
+_TIMES: dict[str, Any] = {"datetime": datetime.datetime, "time": datetime.time}
 _SEQUENCES: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
@@ -67,8 +68,9 @@ def broadcast_object(value: Any = None, root: int = 0, world: World | None = Non
 
     Args:
         value: on ``root`` the object; ignored on other ranks. It consists of None, bools, numbers, strings, bytes,
-            lists, tuples, sets, dicts, arrays of NumPy, CuPy and PyTorch, NumPy's dtypes, paths, dates, times,
-            `Decimal`, `Fraction`, `UUID`, enumeration members, named tuples and dataclasses.
+            lists, tuples, sets, dicts, arrays of NumPy, CuPy and PyTorch, NumPy's dtypes, paths, dates, times and
+            their differences and zones, `Decimal`, `Fraction`, `UUID`, enumeration members, named tuples and
+            dataclasses.
         root: the rank whose object is sent.
         world: the ranks; default `hpcdp.init()`.
 
@@ -229,12 +231,12 @@ def send_object(value: Any, dest: int, tag: int = 0, world: World | None = None)
     Raises:
         UnsupportedError: ``value`` cannot be sent; the receiver gets no message.
     """
-    send(encoded(value, "send_object"), dest, tag, world)
+    send_as("send_object", encoded(value, "send_object"), dest, tag, ranks_of(world))
 
 
 def isend_object(value: Any, dest: int, tag: int = 0, world: World | None = None) -> Operation[None]:
     """Start a `send_object`, with the same arguments and errors; ``value`` may change at once."""
-    return isend(encoded(value, "isend_object"), dest, tag, world)
+    return isend_as("isend_object", encoded(value, "isend_object"), dest, tag, ranks_of(world))
 
 
 def recv_object(source: int | None, tag: int = 0, world: World | None = None) -> Any:
@@ -244,13 +246,17 @@ def recv_object(source: int | None, tag: int = 0, world: World | None = None) ->
         source: the sender; None for any rank, and then the result is a pair: the object, and its sender.
         tag: as for `recv`.
         world: the ranks; default `hpcdp.init()`.
+
+    Raises:
+        MismatchError: the message is of `send`, and has an array.
+        HpcdpError: as `recv`.
     """
-    return _decoded_message(recv(None, source, tag, world), source)
+    return _decoded_message(recv_object_as_bytes(source, tag, ranks_of(world)), source)
 
 
 def irecv_object(source: int | None, tag: int = 0, world: World | None = None) -> Operation[Any]:
     """Start a `recv_object`, whose arguments it has; ``wait()`` returns its result."""
-    operation: Operation[Any] = irecv(None, source, tag, world)
+    operation = irecv_object_as_bytes(source, tag, ranks_of(world))
     operation.convert = lambda received: _decoded_message(received, source)
     return operation
 
@@ -357,9 +363,18 @@ class _Encoder:
             return [kind.__name__, *(self.plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value))]
         if kind in (dict, OrderedDict):
             return self._mapping(value, where, depth)
+        if kind is zoneinfo.ZoneInfo and value.key is None:
+            self._refuse(where, "a zone with a name", "one of a file")
         if kind in _AS_TEXT:
             name, encode, _ = _AS_TEXT[kind]
             return [name, encode(value)]
+        if kind in _TIMES.values():
+            zone = self.plain(value.tzinfo, f"{where}.tzinfo", depth + 1)
+            return [kind.__name__, value.replace(tzinfo=None, fold=0).isoformat(), value.fold, zone]
+        if kind is datetime.timedelta:
+            return ["timedelta", value.days, value.seconds, value.microseconds]
+        if kind is datetime.timezone:
+            return ["timezone", *(self.plain(part, where, depth + 1) for part in value.__getinitargs__())]
         if isinstance(value, enum.Flag):  # combined flags may have no name
             return ["flag", *_class_name(kind), self.plain(value.value, f"{where}.value", depth + 1)]
         if isinstance(value, enum.Enum):
@@ -399,7 +414,7 @@ class _Encoder:
         host = np.asarray(to_host(value))
         if host.dtype.kind not in "iufcbUSmM" and not is_float(host.dtype):
             self._refuse(where, "an array of numbers, bools, text or times", f"one of dtype {host.dtype}")
-        host = native(host)
+        host = np.asarray(host, order="C")  # in the byte order that its dtype names
         self.arrays.append(host)
         kind = "scalar" if isinstance(value, np.generic) else "array"
         return [kind, _dtype_name(host.dtype), *host.shape]
@@ -430,6 +445,13 @@ class _Decoder:
             return int(items[0], 16)
         if kind in _FROM_TEXT:
             return _FROM_TEXT[kind](items[0])
+        if kind in _TIMES:
+            text, fold, zone = items
+            return _TIMES[kind].fromisoformat(text).replace(fold=fold, tzinfo=self.value(zone))
+        if kind == "timedelta":
+            return datetime.timedelta(*items)
+        if kind == "timezone":
+            return datetime.timezone(*map(self.value, items))
         if kind == "dtype":
             return dtype_of(items[0])
         if kind in ("array", "scalar"):

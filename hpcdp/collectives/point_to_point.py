@@ -6,6 +6,8 @@ own, which is received in place; inside a node both ranks copy them from process
 them is waited for first, and go to the first receive that was started for them.
 
 A blocking call for arrays like those of an earlier one is a single compiled call if the other rank is in the node.
+
+The message of an object (`objects`) names a dtype that no array has, so that neither is received as the other.
 """
 
 from __future__ import annotations
@@ -51,6 +53,8 @@ _DTYPE, _KIND, _AXES, _DATA, _SHAPE = range(5)
 """Words of a message: the dtype, the kind (`kind_number`), the axes, where the data are, and then the shape."""
 _WITHIN, _FOLLOW, _OFFERED = range(3)
 """Places of the data: in the message, in the next one, or in the memory of the sender (`Mailbox.offerer`)."""
+_OBJECT = ord("O")
+"""In place of a dtype in the message of an object, which is sent as bytes; arrays of NumPy's dtype "O" are refused."""
 _ANY = -1
 _WORD, _MOST_AXES = 8, 64
 _MOST_HEADER = _WORD * (_SHAPE + _MOST_AXES + 1)
@@ -84,7 +88,12 @@ def send(x: Array, dest: int, tag: int = 0, world: World | None = None) -> None:
         push = world.kept.get(_QUICK, _NOTHING).get(("send", dest, tag, x.shape, x.dtype, present.kind))
         if push is not None and push(x):
             return
-    requests, dest = _sent(x, dest, tag, world, may_poll=True)
+    send_as("send", x, dest, tag, world)
+
+
+def send_as(name: str, x: Array, dest: int, tag: int, world: World) -> None:
+    """Send an array, or the bytes of an object, as the function ``name``, whose errors it raises."""
+    requests, dest = _sent(name, x, dest, tag, world, may_poll=True)
     if requests:
         _wait_for_sent(requests, x, dest, world)
 
@@ -92,8 +101,12 @@ def send(x: Array, dest: int, tag: int = 0, world: World | None = None) -> None:
 @accepts_tensors
 def isend(x: Array, dest: int, tag: int = 0, world: World | None = None) -> Operation[None]:
     """Start a `send`, with the same arguments and errors; ``x`` may not change before the end."""
-    world = ranks_of(world)
-    requests, dest = _sent(x, dest, tag, world)
+    return isend_as("isend", x, dest, tag, ranks_of(world))
+
+
+def isend_as(name: str, x: Array, dest: int, tag: int, world: World) -> Operation[None]:
+    """Start `send_as`, with the same arguments."""
+    requests, dest = _sent(name, x, dest, tag, world)
     progress = ProgressEngine.of(world)
     if not requests:
         return progress.ended("send", None)
@@ -101,28 +114,33 @@ def isend(x: Array, dest: int, tag: int = 0, world: World | None = None) -> Oper
     return progress.start_polled(f"send to rank {dest}", _polled(requests, None), x, [dest], spin)
 
 
-def _sent(x: Array, dest: int, tag: int, world: World, may_poll: bool = False) -> tuple[list[Request], int]:
+def _is_of_object(name: str) -> bool:
+    """Return whether a function of this name sends or receives an object."""
+    return name.endswith("_object")
+
+
+def _sent(name: str, x: Array, dest: int, tag: int, world: World, may_poll: bool = False) -> tuple[list[Request], int]:
     """Start the messages with ``x``; return their requests, which keep the sent memory alive, and the receiver.
 
     With ``may_poll``, poll for the receiver of long data in a kernel, see `Mailbox.offerer`.
     """
     known: dict[object, Callable[[np.ndarray, bool], list[Request]]] = world.kept.get(_sent) or world.keep(_sent, dict)
-    key = None
+    key, is_object = None, _is_of_object(name)
     if type(x) is np.ndarray and x.flags.carray and type(dest) is int and type(tag) is int:
-        key = dest, tag, x.shape, x.dtype, present.kind
+        key = dest, tag, x.shape, x.dtype, _OBJECT if is_object else present.kind
         if (send := known.get(key)) is not None:
             return send(x, may_poll), dest
-    dest, tag = checked_root("send", dest, world, "dest"), _checked_tag("send", tag)
-    host = movable("send", x)
-    send = _sender_of(host, dest, tag, world)
+    dest, tag = checked_root(name, dest, world, "dest"), _checked_tag(name, tag)
+    host = movable(name, x)
+    send = _sender_of(host, dest, tag, world, is_object)
     if key is not None:
         if len(known) >= _MOST_KNOWN:
             known.clear()
         known[key] = send
         mailbox = _mailbox_of(world, dest)
-        if mailbox is not None and host.nbytes <= SHORT_IN_NODE_NBYTES:
+        if mailbox is not None and host.nbytes <= SHORT_IN_NODE_NBYTES and not is_object:
             header = _header(host, kind_number(present.kind), _WITHIN)
-            _remember(world, ("send", *key), mailbox.pusher(dest, _checked_tag("send", tag), header, host))
+            _remember(world, ("send", *key), mailbox.pusher(dest, tag, header, host))
     return send(host, may_poll), dest
 
 
@@ -134,17 +152,19 @@ def _remember(world: World, key: object, call: Callable[..., Any]) -> None:
     quick[key] = call
 
 
-def _header(x: np.ndarray, kind: int, data: int) -> np.ndarray:
-    """Return the message of an array like ``x`` before its data, int64."""
-    return np.array([ord(x.dtype.char), kind, x.ndim, data, *x.shape])
+def _header(x: np.ndarray, kind: int, data: int, is_object: bool = False) -> np.ndarray:
+    """Return the message of an array like ``x``, or of an object with these bytes, before its data, int64."""
+    return np.array([_OBJECT if is_object else ord(x.dtype.char), kind, x.ndim, data, *x.shape])
 
 
-def _sender_of(x: np.ndarray, dest: int, tag: int, world: World) -> Callable[[np.ndarray, bool], list[Request]]:
+def _sender_of(
+    x: np.ndarray, dest: int, tag: int, world: World, is_object: bool
+) -> Callable[[np.ndarray, bool], list[Request]]:
     """Return a function ``send(x, may_poll)`` for arrays like ``x``, contiguous and in host memory; see `_sent`."""
     comm, mailbox, kind = world.comm, _mailbox_of(world, dest), kind_number(present.kind)
     is_short = x.nbytes <= (SHORT_NBYTES if mailbox is None else SHORT_IN_NODE_NBYTES)
     number, data_number = (_tag(comm, tag, is_data) for is_data in (0, 1))
-    header = _header(x, kind, _WITHIN if is_short else _FOLLOW)
+    header = _header(x, kind, _WITHIN if is_short else _FOLLOW, is_object)
     head = header.tobytes()
 
     def by_mpi(x: np.ndarray, may_poll: bool) -> list[Request]:
@@ -162,7 +182,7 @@ def _sender_of(x: np.ndarray, dest: int, tag: int, world: World) -> Callable[[np
         return [] if request is None else [request]
 
     send_data, active = partial(comm.isend, dest=dest, tag=data_number), ProgressEngine.of(world).active
-    offer = mailbox.offerer(dest, tag, _header(x, kind, _OFFERED), send_data)
+    offer = mailbox.offerer(dest, tag, _header(x, kind, _OFFERED, is_object), send_data)
 
     def by_offer(x: np.ndarray, may_poll: bool) -> list[Request]:
         data = x.reshape(-1).view(np.uint8)
@@ -230,7 +250,8 @@ def recv(out: Array | None = None, source: int | None = 0, tag: int = 0, world: 
         ``out``, or the new array. With ``source=None`` a pair: the array, and the rank that has sent it.
 
     Raises:
-        MismatchError: the sent array has another shape or dtype than ``out``, which is unchanged.
+        MismatchError: the sent array has another shape or dtype than ``out``, or the message is an object of
+            `send_object`; ``out`` is unchanged, and the message is dropped.
         UnsupportedError: ``out`` is no writeable array, or ``source`` no rank.
         ConfigError: the tag is not valid.
     """
@@ -242,7 +263,17 @@ def recv(out: Array | None = None, source: int | None = 0, tag: int = 0, world: 
     known = _known_receive(out, source, tag, world)
     if known is not None and (taken := known.take(out, source)) is not None:
         return taken.wait(world)
-    return _Receiving(out, source, tag, world).run()
+    return _Receiving("recv", out, source, tag, world).run()
+
+
+def recv_object_as_bytes(source: int | None, tag: int, world: World) -> Any:
+    """Receive an object of `send_as`; return its bytes, for ``source=None`` with its sender, as `recv` does."""
+    return _Receiving("recv_object", None, source, tag, world).run()
+
+
+def irecv_object_as_bytes(source: int | None, tag: int, world: World) -> Operation[Any]:
+    """Start `recv_object_as_bytes`, with the same arguments."""
+    return _Receiving("irecv_object", None, source, tag, world).start()
 
 
 def _known_receive(out: Array | None, source: int | None, tag: int, world: World) -> _Known | None:
@@ -337,28 +368,28 @@ def irecv(out: Array | None = None, source: int | None = 0, tag: int = 0, world:
     known = _known_receive(out, source, tag, world)
     if known is not None and (taken := known.take(out, source, blocks=False)) is not None:
         return taken.start(world)
-    receiving = _Receiving(out, source, tag, world, known)
-    return ProgressEngine.of(world).start_polled(receiving.name, receiving.poller(), out, receiving.peers)
+    return _Receiving("irecv", out, source, tag, world, known).start()
 
 
 class _Receiving:
-    """A valid call of `recv` or `irecv`."""
+    """A valid call of a function that receives."""
 
     def __init__(
-        self, out: Array | None, source: int | None, tag: int, world: World, known: _Known | None = None
+        self, called: str, out: Array | None, source: int | None, tag: int, world: World, known: _Known | None = None
     ) -> None:
         if known is None:
-            tag = _checked_tag("recv", tag)
+            tag = _checked_tag(called, tag)
             if source is not None:
-                source = checked_root("recv", source, world, "source")
+                source = checked_root(called, source, world, "source")
             if out is not None:
-                check_array("recv", "out", out)
-                check_writeable("recv", "out", out)
+                check_array(called, "out", out)
+                check_writeable(called, "out", out)
             inbox: _Inbox | None = world.kept.get((_Inbox, tag))
             self._inbox = inbox or world.keep((_Inbox, tag), lambda: _Inbox(world, tag))
         else:
             self._inbox = known.inbox
         self._out, self._source, self._tag, self._world, self._known = out, source, tag, world, known
+        self._called = called
         self._spins = SPINS if world.cores >= world.local_size else 0
         self._receive: _Receive | None = None
         self.peers = [] if source is None else [source]
@@ -375,6 +406,10 @@ class _Receiving:
         if not progress.active.running and self._is_here_soon():
             return self.result()
         return progress.run(self.name, self.steps(sent), self._out, self.peers)
+
+    def start(self) -> Operation[Any]:
+        """Receive, not blocking; return the operation, whose result is that of `recv`."""
+        return ProgressEngine.of(self._world).start_polled(self.name, self.poller(), self._out, self.peers)
 
     def _remember(self, received: Array) -> None:
         """Let a kernel receive arrays like this one from now on."""
@@ -400,7 +435,7 @@ class _Receiving:
 
     def _is_here_soon(self) -> bool:
         """Start it; return whether a short message for it arrives while this thread spins, as most do."""
-        receive, inbox = self._inbox.post(self._out, self._source), self._inbox
+        receive, inbox = self._inbox.post(self._called, self._out, self._source), self._inbox
         self._receive = receive
         try:
             for _ in range(self._spins + 1):
@@ -419,7 +454,7 @@ class _Receiving:
         rank.
         """
         # In the first step, during which no other thread starts an operation.
-        receive, inbox = self._receive or self._inbox.post(self._out, self._source), self._inbox
+        receive, inbox = self._receive or self._inbox.post(self._called, self._out, self._source), self._inbox
         self._receive = receive
         try:
             if not inbox.has_for(receive):
@@ -434,7 +469,7 @@ class _Receiving:
     def poller(self) -> Callable[[], Any]:
         """Start it; return a function that returns what `recv` returns when the data are here, and `NOT_YET` before."""
         inbox, source, known = self._inbox, self._source, self._known
-        receive = self._receive = inbox.post(self._out, source)
+        receive = self._receive = inbox.post(self._called, self._out, source)
         array: Any = self._out
         if known is not None and array is None:
             array = np.empty(known.shape, known.dtype)
@@ -463,6 +498,8 @@ class _Receiving:
         """Return what `recv` returns, when the data are here."""
         assert self._receive is not None
         received = self._receive.result(with_sender=self._source is None)
+        if _is_of_object(self._called):
+            return received
         self._remember(received if self._source is not None else received[0])
         return received
 
@@ -520,18 +557,19 @@ def sendrecv(
             if is_received:
                 return out
             if is_sent:
-                return _Receiving(out, source, tag, world).run()
+                return _Receiving("sendrecv", out, source, tag, world).run()
     x = apart(x, out)
     known = _known_receive(out, source, tag, world)
-    receiving = None if known is not None else _Receiving(out, source, tag, world)  # raises before anything is sent
-    requests, dest = _sent(x, dest, tag, world)
+    # Raises before anything is sent.
+    receiving = None if known is not None else _Receiving("sendrecv", out, source, tag, world)
+    requests, dest = _sent("sendrecv", x, dest, tag, world)
     if key is not None and swap is None and known is not None and not requests:
         _remember_swap(key, x, out, known, world)
     taken = None if known is None else known.take(out, source, sent=requests)
     if taken is not None:
         received = taken.wait(world)
     else:
-        received = (receiving or _Receiving(out, source, tag, world)).run(requests)
+        received = (receiving or _Receiving("sendrecv", out, source, tag, world)).run(requests)
     if requests:
         _wait_for_sent(requests, x, dest, world)
     return received
@@ -570,8 +608,8 @@ def isendrecv(
 ) -> Operation[Any]:
     """Start a `sendrecv`, with the same arguments and errors; ``x`` may not change before the end."""
     world = ranks_of(world)
-    receiving = _Receiving(out, source, tag, world)
-    requests, dest = _sent(apart(x, out), dest, tag, world)
+    receiving = _Receiving("isendrecv", out, source, tag, world)
+    requests, dest = _sent("isendrecv", apart(x, out), dest, tag, world)
 
     def steps() -> StepsTo[Any]:
         received = yield from receiving.steps(requests)
@@ -585,9 +623,10 @@ def isendrecv(
 class _Receive:
     """A receive that has been started; its message is here once `request` is set."""
 
-    def __init__(self, out: Array | None, source: int | None) -> None:
+    def __init__(self, called: str, out: Array | None, source: int | None) -> None:
         self.source = source
         self.request: Request | None = None
+        self._called, self._wants_object = called, _is_of_object(called)
         self._out = out
         self._host: Any = None
 
@@ -606,9 +645,12 @@ class _Receive:
         """Return the memory for the array that the message describes: ``out`` itself if possible."""
         words = _words(self._message)
         axes = int(words[_AXES])
-        self._sent = tuple(words[_SHAPE : _SHAPE + axes].tolist()), dtype_of_char(chr(words[_DTYPE]))
+        self._is_object = bool(words[_DTYPE] == _OBJECT)
+        dtype = np.dtype(np.uint8) if self._is_object else dtype_of_char(chr(words[_DTYPE]))
+        self._sent = tuple(words[_SHAPE : _SHAPE + axes].tolist()), dtype
         out = self._out
-        self._fits = out is None or (tuple(out.shape), out.dtype) == self._sent
+        is_alike = out is None or (tuple(out.shape), out.dtype) == self._sent
+        self._fits = is_alike and self._is_object == self._wants_object
         self._in_place = self._fits and type(out) is np.ndarray and out.flags.carray
         self._host = out if self._in_place else np.empty(*self._sent)
         return self._host  # type: ignore[no-any-return]
@@ -620,9 +662,15 @@ class _Receive:
             first = self._message.size - data.size
             data[...] = self._message[first:]
         out, (shape, dtype) = self._out, self._sent
+        if self._is_object != self._wants_object:
+            expected, got, remedy = "an array", "an object", "call recv_object()"
+            if self._wants_object:
+                expected, got, remedy = "an object", f"an array, {shape} {dtype.name}", "call recv()"
+            where = f"the message of rank {self.source}"
+            raise MismatchError(self._called, where=where, expected=expected, got=got, remedy=remedy)
         if out is not None and not self._fits:
             raise MismatchError(
-                "recv", where="out", expected=f"{shape} {dtype.name}, as rank {self.source} sent",
+                self._called, where="out", expected=f"{shape} {dtype.name}, as rank {self.source} sent",
                 got=f"{out.shape} {out.dtype}",
             )  # fmt: skip
         if out is None:
@@ -643,9 +691,9 @@ class _Inbox:
         self._turn = threading.Lock()
         """Held by the thread that looks for messages: receives may be waited for by different threads."""
 
-    def post(self, out: Array | None, source: int | None) -> _Receive:
-        """Start a receive."""
-        receive = _Receive(out, source)
+    def post(self, called: str, out: Array | None, source: int | None) -> _Receive:
+        """Start a receive of the function ``called``."""
+        receive = _Receive(called, out, source)
         with self._turn:
             self.waiting.append(receive)
         return receive

@@ -8,10 +8,12 @@ import enum
 import fractions
 import pathlib
 import uuid
+import zoneinfo
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from raises import raises
 
 import hpcdp
 from hpcdp.comm import thread_comm
@@ -134,6 +136,27 @@ def test_an_array_of_another_shape_or_dtype_is_refused_and_the_next_one_comes(co
     assert thread_comm.run(2, rank)[1] == [3.0, 3.0]
 
 
+@pytest.mark.parametrize("count", [3, 100_000])
+def test_an_object_is_not_received_as_an_array_nor_an_array_as_an_object(count):
+    def rank(world):
+        if world.rank == 0:
+            for _ in range(2):  # the second time both kinds are known
+                hpcdp.isend_object([7] * count, 1, 7, world)
+                hpcdp.isend(np.ones(count), 1, 7, world)
+                hpcdp.send_object({"a": 1}, 1, 7, world)
+                hpcdp.send(np.full(2, 3), 1, 7, world)
+            return
+        for _ in range(2):
+            with raises(MismatchError, operation="recv", got="an object", remedy="recv_object()"):
+                hpcdp.recv(None, 0, 7, world)
+            with raises(MismatchError, operation="irecv_object", got=["an array", count, "float64"], remedy="recv()"):
+                hpcdp.irecv_object(None, 7, world).wait()
+            assert hpcdp.recv_object(0, 7, world) == {"a": 1}
+            assert hpcdp.recv(None, 0, 7, world).tolist() == [3, 3]
+
+    thread_comm.run(2, rank)
+
+
 def test_messages_do_not_disturb_collectives_and_tags_are_apart():
     def rank(world):
         me = world.rank
@@ -225,12 +248,16 @@ THINGS = {
     "plain": [1, 2.5, None, True, "ü\ud800", float("inf"), -(2**70), 10**5000],
     "nested": (1, (2, [3]), {1, 2}, frozenset(["a"])),
     "keys": {3: 4, (1, 2): "k", None: [np.arange(3)]},
+    "byte order": [np.arange(4, dtype=">f4")[::2], np.array(["ab"], ">U2"), np.array(3, ">i8")],
     "arrays": [np.arange(6.0).reshape(2, 3), np.zeros((0, 4), np.complex64), np.array(["ab", "c"]), np.array(True)],
     "scalars": [np.float32(2.5), np.int64(-3), np.bool_(True), np.datetime64("2020-01-02")],
     "dtypes": [np.dtype("f4"), np.dtype("<i8")],
     "paths": [pathlib.Path("/tmp/ü"), pathlib.PurePosixPath("a/b"), pathlib.PureWindowsPath("c:/a")],
     "times": [
         datetime.datetime(2020, 1, 2, 3, tzinfo=datetime.UTC), datetime.date(2020, 1, 2), datetime.time(1, 2, 3),
+        datetime.timedelta(-1, 2, 3), datetime.UTC, datetime.timezone(datetime.timedelta(hours=-1), "here"),
+        datetime.datetime(2020, 10, 25, 2, 30, tzinfo=zoneinfo.ZoneInfo("UTC"), fold=1),
+        datetime.time(1, fold=1, tzinfo=datetime.timezone(datetime.timedelta(hours=1))),
     ],
     "bytes": [b"\0\1", bytearray(b"abc"), 1 + 2j],
     "numbers": [fractions.Fraction(1, 3), decimal.Decimal("1.10"), uuid.UUID(int=7)],
@@ -250,6 +277,8 @@ def is_same(a, b):
         return len(a) == len(b) and all(is_same(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, Point):
         return a.x == b.x and is_same(a.values, b.values)
+    if isinstance(a, (datetime.datetime, datetime.time)) and (a.fold != b.fold or repr(a.tzinfo) != repr(b.tzinfo)):
+        return False
     return a == b
 
 
@@ -326,6 +355,7 @@ def test_the_error_of_an_object_is_named():
         for value, got in (
             (Unset(1), "no attribute 'b'"), (Failing(1), "Unprintable"), (Point, "the class Point"),
             (labelled, "label"), (np.dtype([("a", "i4")]), "a"), (np.dtype("V4"), "V4"),
+            (collections.deque([1]), "a deque"), (range(3), "a range"), (collections.Counter("ab"), "a Counter"),
         ):  # fmt: skip
             with pytest.raises(UnsupportedError, match=got):
                 hpcdp.broadcast_object([me, value] if me == 1 else me, 1, world)
