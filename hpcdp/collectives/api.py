@@ -32,6 +32,7 @@ from .staging import (
     check_array,
     check_like,
     checked_root,
+    errors_of,
     flat,
     movable,
     no_array,
@@ -281,7 +282,8 @@ class _Scatter:
             self.result = self._shard = np.empty(ends[me + 1] - ends[me], host.dtype)
         elif algorithm == "auto" and n * max(sizes) > 2 * ends[n]:
             name = "iallreduce" if operation.startswith("i") else "allreduce"
-            self.plan = _planned(name, x, op, algorithm, world, 0, *factors, of)
+            with errors_of(operation):
+                self.plan = _planned(name, x, op, algorithm, world, 0, *factors, of)
             self.work = np.array(host, order="C").reshape(-1)
             self.result, self._shard = None, self.work[ends[me] : ends[me + 1]]
         else:
@@ -543,7 +545,7 @@ def _rooted(
 def part_of_group(
     operation: str,
     x: np.ndarray,
-    op: str | Monoid | None,
+    op: str | Monoid,
     world: World,
     algorithm: str = "auto",
     root: int = 0,
@@ -557,15 +559,16 @@ def part_of_group(
     Args:
         operation: the name of a nonblocking function of this module.
         x: shape ``(count,)``; the working memory, and the result unless there is another array for it.
-        op: the reduction; None for a broadcast.
+        op: the reduction; ignored by a broadcast.
         world: the ranks.
         algorithm: as for `allreduce`.
         root: the root of a broadcast.
         factors: before and after the reduction.
         result: receives this rank's shard of a reduce-scatter.
     """
-    plan = _planned(operation, x, _MOVED if op is None else op, algorithm, world, root, *factors)
-    return plan.moving(world, x, root) if op is None else plan.machine(world, x, result=result)
+    moves = operation == "ibroadcast"
+    plan = _planned(operation, x, _MOVED if moves else op, algorithm, world, root, *factors)
+    return plan.moving(world, x, root) if moves else plan.machine(world, x, result=result)
 
 
 @dataclass(slots=True)
@@ -734,11 +737,11 @@ def _planned(
     except AttributeError:
         raise no_array(operation, "x", x) from None
     except TypeError:
-        _factors(operation, prescale, postscale)
+        checked_factors(operation, prescale, postscale)
         got = f"{op!r} and {algorithm!r}"
         raise UnsupportedError(operation, where="op and algorithm", expected="names", got=got) from None
     if plan is None:
-        factors = _factors(operation, prescale, postscale)
+        factors = checked_factors(operation, prescale, postscale)
         with world.meeting(), Watchdog.of(world).watching(operation, x):
             if algorithm == "auto" and not algorithm_choice.is_loaded(world):
                 # The choice exchanges node data, so check first that all ranks made this call.
@@ -762,7 +765,8 @@ def _planned(
     return plan
 
 
-def _factors(operation: str, prescale: float, postscale: float) -> tuple[float, float]:
+def checked_factors(operation: str, prescale: float, postscale: float) -> tuple[float, float]:
+    """Return the factors as floats; `ConfigError` if one is no finite number."""
     return number(operation, "prescale", prescale), number(operation, "postscale", postscale)
 
 
@@ -790,7 +794,8 @@ def _validated(
     collective = operation.removeprefix("i")
     nbytes = 1 << x.nbytes.bit_length() >> 1  # one choice per power of two
     blocks = not operation.startswith("i")
-    chosen = find(collective, algorithm, nbytes, reduced, reduction, world, blocks)
+    with errors_of(operation):
+        chosen = find(collective, algorithm, nbytes, reduced, reduction, world, blocks)
     call = _call(operation, x, op, chosen.name, root, factors, fact)
     return kind(chosen, reduction or resolve(operation, "sum", dtype), call)
 

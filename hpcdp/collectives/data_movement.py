@@ -27,7 +27,7 @@ from ..comm.watchdog import Watchdog
 from ..core.arrays import Array, dtype_name, dtype_of_char, from_host, in_kind_of_sender, kind_number
 from ..core.checks import choices, described
 from ..core.state import protection_of
-from ..errors import MismatchError, UnsupportedError
+from ..errors import MismatchError, UnsupportedError, cut_in_middle, printable
 from . import algorithm_choice, intra_node
 from . import blocks as block_algorithms
 from .blocks import BlockLayout, Blocks, offsets
@@ -741,14 +741,13 @@ def scatter_exchange(
             counts[: n + 1 + host.ndim] = [*header, *(axis + 1 for axis in host.shape[1:])]
         except UnsupportedError as error:  # the others wait for this rank
             failure = error
+            counts[n + 2 : n + 2 + _MOST_AXES] = _numbers_of(error)
 
     def plan(all_counts: np.ndarray) -> Moved:
         numbers: list[int] = all_counts[root].tolist()
         rows, char, kind, sizes = numbers[:n], numbers[n], numbers[n + 1], numbers[n + 2 : n + 2 + _MOST_AXES]
         if not char:
-            raise failure or UnsupportedError(
-                name, where=f"x on rank {root}", expected="an array", got="an invalid argument"
-            )
+            raise failure or _refusal_of(name, numbers[n + 2 : n + 2 + _MOST_AXES], root)
         dtype, row = dtype_of_char(chr(char)), tuple(int(size) - 1 for size in sizes if size)
         finish = _unchanged if rank == root else functools.partial(in_kind_of_sender, kind)
         of_ranks, places = [count * row_nbytes(row, dtype) for count in rows], numbers[n + 2 + _MOST_AXES :]
@@ -763,6 +762,23 @@ def scatter_exchange(
     call = Call(name, name, f"root {root}")
     sent = bytes_of(host if places else apart(host, out))
     return Exchange(call, [*counts, *at], plan, sent, like=x if rank == root else None, out=out)
+
+
+_MOST_LETTERS = 120
+"""The length of a part of an error that the root of a scatter sends with its counts."""
+
+
+def _numbers_of(error: UnsupportedError) -> list[int]:
+    """Return the parts of an error as the lengths of axes, of which there are none."""
+    parts = [cut_in_middle(printable(str(part)), _MOST_LETTERS) for part in (error.where, error.expected, error.got)]
+    text = "\0".join(parts).encode("ascii", "replace")
+    return np.frombuffer(text.ljust(8 * _MOST_AXES, b"\0"), np.int64).tolist()  # type: ignore[no-any-return]
+
+
+def _refusal_of(name: str, numbers: list[int], root: int) -> UnsupportedError:
+    """Return the error of the root whose `_numbers_of` these are."""
+    where, expected, got, *_ = np.array(numbers, np.int64).tobytes().decode("ascii", "replace").split("\0")
+    return UnsupportedError(name, where=f"{where} on rank {root}", expected=expected, got=got)
 
 
 def alltoall_exchange(

@@ -29,6 +29,7 @@ from .staging import (
     bytes_of,
     check_writeable,
     checked_root,
+    errors_of,
     movable,
     ranks_of,
     validation,
@@ -62,7 +63,7 @@ def grouped_allreduce(
         UnsupportedError: ``xs`` is no list of arrays, or as `allreduce`.
         MismatchError: ranks differ in an array, op or algorithm; the same error on every rank.
     """
-    return igrouped_allreduce(xs, op, world, algorithm, prescale=prescale, postscale=postscale).wait()
+    return _allreduce("grouped_allreduce", xs, op, world, algorithm, (prescale, postscale)).wait()
 
 
 @accepts_tensors
@@ -76,10 +77,15 @@ def igrouped_allreduce(
     postscale: float = 1.0,
 ) -> Operation[list[ArrayT]]:
     """Start a `grouped_allreduce`, with the same arguments and errors; ``wait()`` returns its result."""
-    name, world = "grouped_allreduce", ranks_of(world)
-    group, _ = _fused(name, world, xs, are_changed=True)
+    return _allreduce("igrouped_allreduce", xs, op, world, algorithm, (prescale, postscale))
+
+
+def _allreduce(
+    name: str, xs: Sequence[ArrayT], op: str | Monoid, world: World | None, algorithm: str, factors: tuple[float, float]
+) -> Operation[list[ArrayT]]:
+    world = ranks_of(world)
+    group, _ = _fused(name, world, xs, are_changed=True, factors=factors)
     packed: list[Array] = [np.concatenate([group.hosts[i].reshape(-1) for i in members]) for members in group.by_dtype]
-    factors = prescale, postscale
 
     def parts() -> list[Steps]:
         return [api.part_of_group("iallreduce", part, op, world, algorithm, factors=factors) for part in packed]
@@ -120,7 +126,7 @@ def grouped_reduce_scatter(
     Raises:
         HpcdpError: as `grouped_allreduce`.
     """
-    return igrouped_reduce_scatter(xs, op, world, algorithm, prescale=prescale, postscale=postscale).wait()
+    return _reduce_scatter("grouped_reduce_scatter", xs, op, world, algorithm, (prescale, postscale)).wait()
 
 
 @accepts_tensors
@@ -134,8 +140,14 @@ def igrouped_reduce_scatter(
     postscale: float = 1.0,
 ) -> Operation[list[ArrayT]]:
     """Start a `grouped_reduce_scatter`, with the same arguments and errors; ``wait()`` returns its result."""
-    name, world = "grouped_reduce_scatter", ranks_of(world)
-    (group, _), n, factors = _fused(name, world, xs), world.size, (prescale, postscale)
+    return _reduce_scatter("igrouped_reduce_scatter", xs, op, world, algorithm, (prescale, postscale))
+
+
+def _reduce_scatter(
+    name: str, xs: Sequence[ArrayT], op: str | Monoid, world: World | None, algorithm: str, factors: tuple[float, float]
+) -> Operation[list[ArrayT]]:
+    world = ranks_of(world)
+    (group, _), n = _fused(name, world, xs, factors=factors), world.size
     limits = [bounds(host.size, n) for host in group.hosts]
     scattered = []
     for members in group.by_dtype:
@@ -188,7 +200,7 @@ def grouped_allgather(xs: Sequence[ArrayT], world: World | None = None) -> list[
 def igrouped_allgather(xs: Sequence[ArrayT], world: World | None = None) -> Operation[list[ArrayT]]:
     """Start a `grouped_allgather`, with the same arguments and errors; ``wait()`` returns its result."""
     world = ranks_of(world)
-    return data_movement.start_exchange(_gathering("grouped_allgather", world, xs), world, xs)
+    return data_movement.start_exchange(_gathering("igrouped_allgather", world, xs), world, xs)
 
 
 def _gathering(name: str, world: World, xs: Sequence[Array]) -> Exchange:
@@ -215,7 +227,8 @@ def _gathering(name: str, world: World, xs: Sequence[Array]) -> Exchange:
         return Moved(*data_movement.parts_of_all(ends, world), (ends[-1],), np.dtype(np.uint8), finish)
 
     facts = [data_movement.rows_named(host.shape[1:], host.dtype.name) for host in hosts]
-    call = Call(name, f"{name} of {len(hosts)} arrays", *facts)
+    compared_as = name.removeprefix("i")  # some ranks may block, and others not
+    call = Call(compared_as, f"{compared_as} of {len(hosts)} arrays", *facts)
     return Exchange(call, [len(host) for host in hosts], plan, sent, prepare=data_movement.prepare_choice)
 
 
@@ -234,19 +247,23 @@ def grouped_broadcast(xs: Sequence[ArrayT], root: int = 0, world: World | None =
     Raises:
         HpcdpError: as `grouped_allreduce`.
     """
-    return igrouped_broadcast(xs, root, world).wait()
+    return _broadcast("grouped_broadcast", xs, root, world).wait()
 
 
 @accepts_tensors
 def igrouped_broadcast(xs: Sequence[ArrayT], root: int = 0, world: World | None = None) -> Operation[list[ArrayT]]:
     """Start a `grouped_broadcast`, with the same arguments and errors; ``wait()`` returns its result."""
-    name, world = "grouped_broadcast", ranks_of(world)
+    return _broadcast("igrouped_broadcast", xs, root, world)
+
+
+def _broadcast(name: str, xs: Sequence[ArrayT], root: int, world: World | None) -> Operation[list[ArrayT]]:
+    world = ranks_of(world)
     group, root = _fused(name, world, xs, root, are_changed=world.rank != root)
     is_root = world.rank == root
     packed: Array = np.concatenate([bytes_of(host) for host in group.hosts])
 
     def parts() -> list[Steps]:
-        return [api.part_of_group("ibroadcast", packed, None, world, root=root)]
+        return [api.part_of_group("ibroadcast", packed, "", world, root=root)]
 
     def finish() -> list[Array]:
         ends = offsets([host.nbytes for host in group.hosts])
@@ -270,13 +287,20 @@ class _FusedArrays:
 
 @validation
 def _fused(
-    name: str, world: World, xs: Sequence[Array], root: int = 0, *, are_changed: bool = False
+    name: str,
+    world: World,
+    xs: Sequence[Array],
+    root: int = 0,
+    *,
+    are_changed: bool = False,
+    factors: tuple[float, float] = (1.0, 1.0),
 ) -> tuple[_FusedArrays, int]:
     """Return the arrays of a call, and its root; the arrays must be writeable if they ``are_changed``."""
     if isinstance(xs, (np.ndarray, str, bytes)) or not isinstance(xs, Sequence) or not xs:
         raise UnsupportedError(name, where="xs", expected="a list of arrays, at least one", got=described(xs))
     hosts = [movable(name, x, f"xs[{i}]") for i, x in enumerate(xs)]
     root = checked_root(name, root, world)
+    api.checked_factors(name, *factors)
     by_dtype: dict[np.dtype, list[int]] = {}
     for i, host in enumerate(hosts):
         if are_changed:
@@ -287,7 +311,7 @@ def _fused(
 
 def _reduction_facts(op: str | Monoid, algorithm: str, factors: tuple[float, float]) -> list[str]:
     name = op.name if isinstance(op, Monoid) else op
-    return [f"op {name!r}", f"algorithm {algorithm!r}", f"prescale and postscale {factors}"]
+    return [f"op {name!r}", f"algorithm {algorithm!r}", "prescale {!r} and postscale {!r}".format(*map(float, factors))]
 
 
 def _started(
@@ -311,11 +335,13 @@ def _started(
         finish: returns the result, after the ends of all parts.
     """
     arrays = [f"{host.shape} {host.dtype.name}" for host in group.hosts]
-    call = Call(name, f"{name} of {len(arrays)} arrays", *arrays, *facts)
+    compared_as = name.removeprefix("i")  # some ranks may block, and others not
+    call = Call(compared_as, f"{compared_as} of {len(arrays)} arrays", *arrays, *facts)
     compared = data_movement.start_exchange(data_movement.comparison(call), world, group.arrays)
     if call.facts not in world.kept.get(CHOICES, ()):
         compared.wait()  # the first parts of a kind may need all ranks for their preparation
-    machines = parts()
+    with errors_of(name):
+        machines = parts()
     world.kept.setdefault(CHOICES, {})[call.facts] = None
 
     def steps() -> StepsTo[list[Array]]:

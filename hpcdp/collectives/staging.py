@@ -14,7 +14,7 @@ import contextlib
 import functools
 import operator
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
@@ -196,6 +196,16 @@ def validation(function: Callable[Concatenate[str, World, P], T]) -> Callable[Co
     return check
 
 
+@contextlib.contextmanager
+def errors_of(operation: str) -> Iterator[None]:
+    """Let errors name the ``operation`` that the user has called, instead of another one that runs for it."""
+    try:
+        yield
+    except HpcdpError as error:
+        error.operation = operation
+        raise
+
+
 def to_host_memory(x: Array) -> np.ndarray:
     """Return a contiguous copy of ``x`` in host memory, pinned if ``x`` is contiguous on a GPU."""
     if not _is_quick(x):
@@ -326,7 +336,38 @@ def check_writeable(operation: str, where: str, x: Array) -> None:
         is_number = isinstance(x, np.generic)
         got, remedy = ("a number", f"pass np.array({x.item()!r})") if is_number else ("a read-only array", None)
         raise UnsupportedError(operation, where=where, expected="a writeable array", got=got, remedy=remedy)
+    if overlaps_itself(x):
+        raise UnsupportedError(
+            operation, where=where, expected="an array to write to whose elements share no memory",
+            got=f"one of shape {tuple(x.shape)} and strides {tuple(x.strides)} bytes", remedy="pass a copy",
+        )  # fmt: skip
     refuse_change(x, where, operation)
+
+
+def overlaps_itself(x: Array) -> bool:
+    """Return whether elements of ``x`` share memory, as those of an expanded tensor do.
+
+    Axes of which each steps over the extent of all shorter steps share none. For others, the places of all elements are
+    compared.
+    """
+    strides = getattr(x, "strides", None)
+    if not strides or getattr(getattr(x, "flags", None), "c_contiguous", True) or not x.size:
+        return False
+    axes = sorted((abs(step), length) for step, length in zip(strides, x.shape, strict=True) if length > 1)
+    extent = x.dtype.itemsize
+    for step, length in axes:
+        if step < extent:
+            break
+        extent += step * (length - 1)
+    else:
+        return False
+    if not axes[0][0]:
+        return True
+    places = np.zeros(1, np.int64)
+    for step, length in axes:
+        places = np.add.outer(places, step * np.arange(length)).reshape(-1)
+    places.sort()
+    return bool((np.diff(places) < x.dtype.itemsize).any())
 
 
 def receiver(operation: str, x: Array, out: Array) -> Array:

@@ -284,6 +284,13 @@ def test_splits_that_do_not_fit_are_refused(splits):
         thread_comm.run(3, lambda world: hpcdp.alltoall(np.zeros(4), splits, world))
     assert caught.value.where == "splits"
 
+    def rank(world):  # the root's error is that of all
+        with raises(UnsupportedError, operation="scatter", expected=[3, 4]) as caught:
+            hpcdp.scatter(np.zeros(4) if world.rank == 1 else None, 1, world, splits)
+        return caught.value.where
+
+    assert thread_comm.run(3, rank) == ["splits on rank 1", "splits", "splits on rank 1"]
+
 
 @pytest.mark.parametrize("nodes", [None, 1])
 def test_results_come_into_arrays_of_the_program(nodes):

@@ -166,7 +166,18 @@ def test_groups_take_factors_too(n):
     thread_comm.run(n, rank)
 
 
-CALLS = {"allreduce": allreduce, "iallreduce": iallreduce, "reduce_scatter": reduce_scatter, "reduce": reduce}
+def of_group(call):
+    return lambda x, *args, **named: call([x], *args, **named)[0]
+
+
+CALLS = {
+    "allreduce": allreduce,
+    "iallreduce": iallreduce,
+    "reduce_scatter": reduce_scatter,
+    "reduce": reduce,
+    "grouped_allreduce": of_group(grouped_allreduce),
+    "grouped_reduce_scatter": of_group(grouped_reduce_scatter),
+}
 
 
 @pytest.mark.parametrize("name", CALLS)

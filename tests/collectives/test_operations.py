@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import standin
 from by_numpy import data, part, reduced
+from numpy.lib.stride_tricks import as_strided
 from raises import raises
 
 import hpcdp
@@ -336,6 +337,22 @@ def test_a_receiver_that_is_read_only_or_no_array_is_refused(collective):
         thread_comm.run(1, lambda world: call(x, world=world, out=read_only(3)))
     with raises(UnsupportedError, operation=collective, where="out", got="list"):
         thread_comm.run(1, lambda world: call(x, world=world, out=[0, 0, 0]))
+
+
+@pytest.mark.parametrize("where", ["x", "out"])
+@pytest.mark.parametrize(("shape", "strides"), [((4,), (0,)), ((3, 2), (8, 8)), ((2,), (6,))])
+def test_an_array_whose_elements_share_memory_is_read_but_not_written(shape, strides, where):
+    def rank(world):
+        x = as_strided(np.zeros(4), shape, strides)
+        y = np.full(x.shape, world.rank + 1.0)
+        for name in ("allreduce", "iallreduce"):
+            with raises(UnsupportedError, operation=name, where=where, got=x.strides, remedy="copy"):
+                COLLECTIVES[name](*((x,) if where == "x" else (y, "sum")), world=world, out=None if where == "x" else x)
+        for apart in (np.zeros((3, 4)).T, np.zeros((3, 4))[:, ::-2], as_strided(np.zeros(8), (2, 3), (24, 16))):
+            assert allreduce(apart + 1, world=world, out=apart) is apart and (apart == 2).all()
+        return allreduce(x, world=world, out=y).any()
+
+    assert thread_comm.run(2, rank) == [False, False]
 
 
 def read_only(count):
