@@ -24,10 +24,11 @@ import numpy as np
 import torch
 
 from .. import collectives
+from ..collectives.staging import errors_of
 from ..comm import World
 from ..comm.progress import Operation
-from ..core.checks import instance
-from ..errors import ConfigError, MismatchError, UnsupportedError
+from ..core.checks import described, instance
+from ..errors import ConfigError, MismatchError, UnsupportedError, type_named
 from ..torch import functional
 from . import ProcessSet, global_process_set
 
@@ -108,6 +109,26 @@ class Handle:
         return self._result
 
 
+def _require_tensor(operation: str, tensor: object, where: str = "tensor") -> None:
+    """Raise `UnsupportedError` unless ``tensor`` is one of PyTorch."""
+    if not isinstance(tensor, torch.Tensor):
+        function = operation.removesuffix("_").removesuffix("_async").replace("reducescatter", "reduce_scatter")
+        is_array = hasattr(tensor, "dtype") and hasattr(collectives, function)
+        raise UnsupportedError(
+            operation, where=where, expected="a tensor of PyTorch", got=type_named(tensor),
+            remedy=f"pass torch.as_tensor({where})" + f", or call hpcdp.{function}, which takes arrays" * is_array,
+        )  # fmt: skip
+
+
+def _require_tensors(operation: str, tensors: object) -> None:
+    """Raise `UnsupportedError` unless ``tensors`` is a list of tensors of PyTorch."""
+    if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence) or not tensors:
+        expected, got = "a list of tensors of PyTorch, at least one", described(tensors)
+        raise UnsupportedError(operation, where="tensors", expected=expected, got=got)
+    for i, tensor in enumerate(tensors):
+        _require_tensor(operation, tensor, f"tensors[{i}]")
+
+
 def poll(handle: Handle) -> bool:
     """Return whether an operation is complete; never block."""
     return instance("poll", "handle", handle, Handle, "the result of an _async function").poll()
@@ -123,6 +144,7 @@ def allreduce_async(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Handle:  # fmt: skip
     """Start the reduction of ``tensor``, which stays as it is; the result is a new tensor."""
+    _require_tensor("allreduce_async", tensor)
     return allreduce_async_(tensor.detach().clone(), average, name, op, prescale_factor, postscale_factor, process_set)
 
 
@@ -131,6 +153,7 @@ def allreduce_async_(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Handle:  # fmt: skip
     """Start the reduction of ``tensor`` in place."""
+    _require_tensor("allreduce_async_", tensor)
     how = reduction_named("allreduce", op, average)
     before, after, within = _factors([tensor], how, prescale_factor, postscale_factor)
     _scale_(tensor, before)
@@ -144,6 +167,7 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:  # fmt: skip
     """Return the reduction of ``tensor``, which stays as it is."""
+    _require_tensor("allreduce", tensor)
     compressed, context = compression.compress(tensor)
 
     def reduced(x: torch.Tensor) -> torch.Tensor:
@@ -163,6 +187,7 @@ def allreduce_(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:  # fmt: skip
     """Reduce ``tensor`` in place, and return it."""
+    _require_tensor("allreduce_", tensor)
     handle = allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
     return handle.wait()  # type: ignore[no-any-return]
 
@@ -173,6 +198,7 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:  # fmt: skip
     """Start the reduction of all ``tensors``, which stay as they are, as one operation."""
+    _require_tensors("grouped_allreduce_async", tensors)
     copies = [tensor.detach().clone() for tensor in tensors]
     return grouped_allreduce_async_(copies, average, name, op, prescale_factor, postscale_factor, process_set)
 
@@ -183,6 +209,7 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:  # fmt: skip
     """Start the reduction of all ``tensors`` in place, as one operation."""
+    _require_tensors("grouped_allreduce_async_", tensors)
     how = reduction_named("grouped_allreduce", op, average)
     before, after, within = _factors(tensors, how, prescale_factor, postscale_factor)
     for tensor in tensors:
@@ -197,6 +224,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:  # fmt: skip
     """Return the reductions of all ``tensors``, which stay as they are."""
+    _require_tensors("grouped_allreduce", tensors)
     if _needs_gradient(*tensors):
         return [
             allreduce(tensor, average, name, compression, op, prescale_factor, postscale_factor, process_set)
@@ -213,6 +241,7 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:  # fmt: skip
     """Reduce all ``tensors`` in place, and return them."""
+    _require_tensors("grouped_allreduce_", tensors)
     handle = grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
     return handle.wait()  # type: ignore[no-any-return]
 
@@ -222,6 +251,7 @@ def sparse_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[], torch.Tensor]:  # fmt: skip
     """Start the sum or average of sparse tensors, and return a function that waits and returns a sparse tensor."""
+    _require_tensor("sparse_allreduce_async", tensor)
     how = reduction_named("sparse_allreduce", op, None)
     if how not in (Sum.value, Average.value):
         raise UnsupportedError("sparse_allreduce", where="op", expected="Sum or Average", got=str(op))
@@ -239,6 +269,7 @@ def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start the concatenation of every rank's rows; ranks may differ in the length of axis 0."""
+    _require_tensor("allgather_async", tensor)
     return Handle(_start("allgather", [tensor.detach()], process_set), _unchanged)
 
 
@@ -246,6 +277,7 @@ def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
     """Return every rank's rows, concatenated."""
+    _require_tensor("allgather", tensor)
     if _needs_gradient(tensor):
         return functional.allgather(_averaged_gradient(tensor, process_set), process_set.world)
     return allgather_async(tensor, name, process_set).wait()  # type: ignore[no-any-return]
@@ -255,6 +287,7 @@ def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start the concatenations of all ``tensors`` as one operation."""
+    _require_tensors("grouped_allgather_async", tensors)
     return Handle(_start("grouped_allgather", [tensor.detach() for tensor in tensors], process_set), _unchanged)
 
 
@@ -262,6 +295,7 @@ def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
     """Return the concatenation of every rank's rows for each of ``tensors``."""
+    _require_tensors("grouped_allgather", tensors)
     if _needs_gradient(*tensors):
         return [allgather(tensor, name, process_set) for tensor in tensors]
     return grouped_allgather_async(tensors, name, process_set).wait()  # type: ignore[no-any-return]
@@ -271,6 +305,7 @@ def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start the broadcast of rank ``root_rank``'s ``tensor``, which stays as it is, to new tensors."""
+    _require_tensor("broadcast_async", tensor)
     return broadcast_async_(tensor.detach().clone(), root_rank, name, process_set)
 
 
@@ -278,6 +313,7 @@ def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start the broadcast of rank ``root_rank``'s ``tensor``, in place; the rank is numbered among all ranks."""
+    _require_tensor("broadcast_async_", tensor)
     return Handle(_start("broadcast", [tensor], process_set, root=process_set.rank_of(root_rank)), _unchanged)
 
 
@@ -285,6 +321,7 @@ def broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
     """Return rank ``root_rank``'s ``tensor``."""
+    _require_tensor("broadcast", tensor)
     if _needs_gradient(tensor):
         x = _averaged_gradient(tensor, process_set)
         return functional.broadcast(x, process_set.rank_of(root_rank), process_set.world)
@@ -295,6 +332,7 @@ def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
     """Overwrite ``tensor`` with that of rank ``root_rank``, and return it."""
+    _require_tensor("broadcast_", tensor)
     return broadcast_async_(tensor, root_rank, name, process_set).wait()  # type: ignore[no-any-return]
 
 
@@ -305,6 +343,7 @@ def alltoall_async(
 
     The result is a tensor, and with ``splits`` a pair: the tensor, and the numbers of rows received from each rank.
     """
+    _require_tensor("alltoall_async", tensor)
     operation = _start("alltoall", [tensor.detach()], process_set, splits=_rows(splits))
     return Handle(operation, lambda result: result if splits is None else (result[0], result[1].to(torch.int32)))
 
@@ -313,6 +352,7 @@ def alltoall(
     tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
     """Exchange rows, and return the result of `alltoall_async`."""
+    _require_tensor("alltoall", tensor)
     if _needs_gradient(tensor):
         result = functional.alltoall(tensor, _rows(splits), process_set.world)
         return result if splits is None else (result[0], result[1].to(torch.int32))
@@ -324,6 +364,7 @@ def reducescatter_async(
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> Handle:  # fmt: skip
     """Start the reduction of ``tensor``, of which every rank gets its rows; the first ranks get one more if uneven."""
+    _require_tensor("reducescatter_async", tensor)
     how = reduction_named("reducescatter", op, None)
     rows = _even_rows(tensor, process_set.size())
     before, after, within = _factors([tensor], how, prescale_factor, postscale_factor)
@@ -337,6 +378,7 @@ def reducescatter(
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> torch.Tensor:  # fmt: skip
     """Return this rank's rows of the reduction of ``tensor``, which stays as it is."""
+    _require_tensor("reducescatter", tensor)
     compressed, context = compression.compress(tensor)
     share = prescale_factor * postscale_factor * (process_set.size() if op is Sum else 1)
 
@@ -357,6 +399,7 @@ def grouped_reducescatter_async(
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> list[Handle]:  # fmt: skip
     """Start a `reducescatter_async` for each of ``tensors``."""
+    _require_tensors("grouped_reducescatter_async", tensors)
     return [reducescatter_async(tensor, name, op, process_set, prescale_factor, postscale_factor) for tensor in tensors]
 
 
@@ -366,6 +409,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:  # fmt: skip
     """Return the `reducescatter` of each of ``tensors``."""
+    _require_tensors("grouped_reducescatter", tensors)
     return [
         reducescatter(tensor, name, compression, op, process_set, prescale_factor, postscale_factor)
         for tensor in tensors
@@ -430,7 +474,8 @@ def _start(kind: str, tensors: list[torch.Tensor], process_set: ProcessSet, **ar
         dtypes = [str(x.dtype).removeprefix("torch.") for x in tensors]
         alike = {**arguments, "splits": arguments.get("splits") is not None}  # ranks differ in splits
         _announcements(world).announce({"kind": kind, "shapes": shapes, "dtypes": dtypes, "arguments": alike})
-    with torch.no_grad():  # parameters may be changed in place
+    # Parameters may be changed in place.
+    with torch.no_grad(), errors_of("reducescatter" if kind == "reduce_scatter" else kind):
         return _STARTERS[kind](tensors, world, **arguments)
 
 

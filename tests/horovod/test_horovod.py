@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 from raises import raises
 
@@ -84,6 +85,19 @@ def test_factors_before_and_after(dtype):
     ends = [len(x) // n * rank + min(rank, len(x) % n) for rank in (me, me + 1)]
     torch.testing.assert_close(rows.double(), values.double().sum(0)[ends[0] : ends[1]], rtol=2e-3, atol=0)
     assert x.equal(of_rank(hvd.rank(), dtype))
+
+
+def test_what_is_no_tensor_of_pytorch_is_refused_by_name():
+    kinds = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter")
+    names = [name for name in hvd.__all__ if name.removesuffix("_").removesuffix("_async").endswith(kinds)]
+    assert len(names) == 23
+    for name, x in itertools.product(names, (np.ones(3), 3.0, [torch.ones(3), 2])):
+        with raises(UnsupportedError, operation=name, expected="PyTorch"):
+            getattr(hvd, name)([x] if name.startswith("grouped") else x, *(0,) * name.startswith("broadcast"))
+    with raises(UnsupportedError, remedy=["torch.as_tensor(tensor)", "hpcdp.reduce_scatter"]):
+        hvd.reducescatter(np.ones(3))
+    with raises(ConfigError, operation="reducescatter", where="prescale"):
+        hvd.reducescatter(torch.ones(3), op=hvd.Sum, prescale_factor=float("nan"))
 
 
 def test_parameters_are_changed_in_place():
