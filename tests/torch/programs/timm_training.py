@@ -19,6 +19,7 @@ from timm.scheduler import CosineLRScheduler
 if sys.argv[1] == "gloo":  # timm takes only what a launcher has set
     dist.init_process_group("gloo")
     os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()), LOCAL_RANK=str(dist.get_rank()))
+    dist.barrier()  # gloo ends with an error on a rank that still connects
     dist.destroy_process_group()
 args = argparse.Namespace(device="cpu", dist_backend=sys.argv[1], dist_url=None)
 device = utils.init_distributed_device(args)
