@@ -49,7 +49,7 @@ if SIZE > 1:  # pytests that share a root for temporary folders fail now and the
     _root.mkdir(mode=0o700, parents=True, exist_ok=True)
     os.environ["PYTEST_DEBUG_TEMPROOT"] = str(_root)
 Fill = Callable[[Path], None]
-_terminal = 2
+_terminal = _stacks = 2
 _report: TextIO | None = None
 
 
@@ -59,11 +59,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    global _terminal, _report
-    _terminal = os.dup(2)  # nothing is captured yet
+    global _terminal, _report, _stacks
+    _terminal = _stacks = os.dup(2)  # nothing is captured yet
     if REPORT:
         process = config.workerinput["workerid"] if hasattr(config, "workerinput") else RANK
         _report = open(f"{REPORT}.{process}", "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+        _stacks = os.open(f"{REPORT}-stacks.{process}", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        faulthandler.enable(_stacks)
     for plugin in config.pluginmanager.get_plugins():
         if type(plugin).__name__ == "MPIPlugin":
             plugin._is_testing_mpi = False  # it would print forty lines about MPI after each run
@@ -136,7 +138,7 @@ def _spread(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     _record(item.nodeid, "started")
     limit_s = CLUSTER_LIMIT_S if item.get_closest_marker("cluster") else TEST_LIMIT_S
-    faulthandler.dump_traceback_later(limit_s, exit=True, file=_terminal)
+    faulthandler.dump_traceback_later(limit_s, exit=True, file=_stacks)
     try:
         return (yield)
     finally:

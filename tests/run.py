@@ -25,6 +25,7 @@ from hpcdp.launch.process_monitor import adopt, children, end_orphans
 
 ROOT = Path(__file__).parents[1]
 NO_TESTS_COLLECTED = 5
+STACK_LINES = 120
 WORKERS = min(4, 1 + len(os.sched_getaffinity(0)))
 
 
@@ -34,6 +35,7 @@ class Summary:
     def __init__(self) -> None:
         self.passed = 0
         self.failed: list[str] = []
+        self.stacks: list[str] = []
         self.ran: set[str] = set()
         self.skipped: dict[str, str] = {}
 
@@ -70,6 +72,13 @@ class Summary:
         self.ran |= passed | failed.keys()
         self.failed += failed.values()
 
+    def add_stacks(self, title: str, paths: list[Path]) -> None:
+        """Takes in where the threads of processes were that hung or crashed; the thread that crashed stands first."""
+        for path in paths:
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            if lines:
+                self.stacks += [f"{title}, {path.suffix[1:]}:", *(f"  {line}" for line in lines[:STACK_LINES])]
+
     def show(self) -> None:
         skipped = {test: reason for test, reason in self.skipped.items() if test not in self.ran}
         reasons = Counter(skipped.values())
@@ -77,6 +86,9 @@ class Summary:
             print("\nskipped, in every run:")
             for reason, count in reasons.most_common():
                 print(f"  {count:3} x {reason}")
+        if self.stacks:
+            print("\nprocesses that hung or crashed, and what their threads did:")
+            print("\n".join(self.stacks))
         if self.failed:
             print("\nfailed:")
             print("".join(f"  {line}\n" for line in self.failed), end="")
@@ -143,6 +155,7 @@ def main() -> int:
             threads = {"OMP_NUM_THREADS": "1"} if title.endswith("workers") else {}
             status = run(command, Path(folder, str(number)), options.limit_s, **threads)
             summary.add(title, sorted(Path(folder).glob(f"{number}.*")), status)
+            summary.add_stacks(title, sorted(Path(folder).glob(f"{number}-stacks.*")))
             print(f"== {title}: {time.monotonic() - started:.0f} s", flush=True)
             if status == 130:
                 break
