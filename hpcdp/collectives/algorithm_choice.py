@@ -33,7 +33,7 @@ from ..comm import Communicator, Reduction, World
 from ..comm.communicator import OPS, Steps, narrow, reduce_in_order, reducible, split
 from ..comm.consistency import Call, on_rank_0
 from ..comm.progress import ProgressEngine, run_until_complete
-from ..comm.repeated import BoundExchange
+from ..comm.repeated import FIRST_CALLS, BoundExchange, RepeatedRounds
 from ..core.checks import choices, nearest
 from ..core.files import own_part_of, replaced
 from ..errors import ConfigError, HpcdpError, UnsupportedError, reason, to_stderr
@@ -64,8 +64,9 @@ class Algorithm:
     """True if its messages between nodes have the length that `ring.fit_messages` measures."""
     prepare: Callable[[World], None] | None = None
     """Allocates what a world keeps for the algorithm, such as memory; all ranks call it before the first use."""
-    bind: Callable[..., BoundExchange | None] | None = None
-    """Returns ``blocking`` for arrays like its first argument as one kernel call, or None; after the first use."""
+    bind: Callable[..., BoundExchange | RepeatedRounds | None] | None = None
+    """Returns ``blocking`` for arrays like its first argument with all preparations made, or None; after the first use.
+    """
 
     def machine(self, world: World, call: Call, x: np.ndarray, *further: object) -> Steps:
         """Return a machine that has not started; ``x`` and ``further`` are the collective's arguments."""
@@ -115,8 +116,13 @@ class Algorithm:
         finally:
             watchdog.leave(watched)
 
-    def bound(self, world: World, call: Call, x: np.ndarray, *further: object) -> BoundExchange | None:
-        """Return `run` for arrays like ``x``, which has run before, as one kernel call; None without such a kernel."""
+    def may_be_bound(self, world: World) -> bool:
+        """Return whether `bound` may be called yet."""
+        shares = world.node_memory.size == world.size
+        return shares or ProgressEngine.of(world).calls.number >= FIRST_CALLS
+
+    def bound(self, world: World, call: Call, x: np.ndarray, *further: object) -> BoundExchange | RepeatedRounds | None:
+        """Return `run` for arrays like ``x``, which has run before, ready to be repeated; None without a kernel."""
         return None if self.bind is None or world.size == 1 else self.bind(x, *further, world, call)
 
 
@@ -231,13 +237,18 @@ def _shared(
     return Algorithm("shared", steps, blocking, any_monoid=any_monoid, compares=True, prepare=prepare, bind=bind)
 
 
-def _doubling(of: Callable[..., halving_doubling.Combined], spares_input: bool = False) -> Algorithm:
+def _doubling(
+    of: Callable[..., halving_doubling.Combined],
+    bind: Callable[..., RepeatedRounds | None],
+    spares_input: bool = False,
+) -> Algorithm:
     return Algorithm(
         "recursive_doubling",
         functools.partial(halving_doubling.recursive_doubling_steps, of),
         functools.partial(halving_doubling.recursive_doubling, of),
         spares_input=spares_input,
         compares=True,
+        bind=bind,
     )
 
 
@@ -258,7 +269,7 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
         _flat("ring", ring.allreduce, True),
         _flat("bidirectional", ring.bidirectional_allreduce),
         _flat("halving_doubling", halving_doubling.allreduce, True),
-        _doubling(halving_doubling.of_allreduce),
+        _doubling(halving_doubling.of_allreduce, halving_doubling.bound_allreduce),
         _flat("tree", tree.allreduce, True),
         _flat("double_tree", tree.double_tree_allreduce, True),
         Algorithm("hierarchical", hierarchical.allreduce, takes_length=True, prepare=hierarchical.prepare),
@@ -274,28 +285,28 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
         ),
         _flat("ring", ring.reduce_scatter),
         _flat("halving_doubling", halving_doubling.reduce_scatter, True),
-        _doubling(halving_doubling.of_reduce_scatter),
+        _doubling(halving_doubling.of_reduce_scatter, halving_doubling.bound_reduce_scatter),
     ),
     "allgather": _by_name(
         _flat("reference", reference_allgather),
         Algorithm("native", None, native_allgather),
         _shared(intra_node.allgather, intra_node.allgather_steps, bind=intra_node.bound_allgather),
         _flat("ring", ring.allgather),
-        _doubling(halving_doubling.of_allgather),
+        _doubling(halving_doubling.of_allgather, halving_doubling.bound_allgather),
     ),
     "broadcast": _by_name(
         _flat("reference", reference_broadcast),
         Algorithm("native", None, native_broadcast),
         _shared(intra_node.broadcast, intra_node.broadcast_steps, bind=intra_node.bound_broadcast),
         _flat("tree", tree.broadcast, True),
-        _doubling(halving_doubling.of_broadcast),
+        _doubling(halving_doubling.of_broadcast, halving_doubling.bound_broadcast),
     ),
     "reduce": _by_name(
         _flat("reference", reference_reduce),
         Algorithm("native", None, native_reduce, spares_input=True, any_monoid=False),
         _shared(intra_node.reduce, intra_node.reduce_steps, any_monoid=False, bind=intra_node.bound_reduce),
         _flat("tree", tree.reduce, True),
-        _doubling(halving_doubling.of_reduce, spares_input=True),
+        _doubling(halving_doubling.of_reduce, halving_doubling.bound_reduce, spares_input=True),
     ),
 }
 """The algorithms of every collective by name."""

@@ -15,7 +15,7 @@ from ..comm import Monoid, Reduction, World
 from ..comm.communicator import Quotients, Steps, StepsTo, bounds, refuse_factors, resolve
 from ..comm.consistency import Call
 from ..comm.progress import Operation, ProgressEngine, all_ended
-from ..comm.repeated import SHORT_NBYTES
+from ..comm.repeated import SHORT_NBYTES, BoundExchange
 from ..comm.watchdog import Watchdog
 from ..core.arrays import Array, from_host, is_float, on_device_of
 from ..core.checks import number
@@ -27,6 +27,7 @@ from .blocks import offsets
 from .data_movement import ArrayT, started
 from .staging import (
     accepts_tensors,
+    are_plain,
     bring_back,
     bytes_of,
     check_array,
@@ -43,6 +44,7 @@ from .staging import (
     source_of,
     staged_of,
     validation,
+    with_tensors,
 )
 
 T = TypeVar("T")
@@ -53,7 +55,6 @@ _MOST_PLANS = 4096
 _NO_PLANS: dict[object, Any] = {}
 
 
-@accepts_tensors
 def allreduce(
     x: ArrayT,
     op: str | Monoid = "sum",
@@ -99,6 +100,10 @@ def allreduce(
     repeat = _repeated(world, x, "allreduce", op, algorithm, 0, prescale, postscale)
     if repeat is not None and out is None and repeat(x, x):
         return x
+    if not are_plain(x, out):
+        return with_tensors(
+            allreduce, x=x, op=op, world=world, algorithm=algorithm, out=out, prescale=prescale, postscale=postscale
+        )
     plan, staged, target = _in_place("allreduce", world, x, op, algorithm, out, prescale, postscale)
     plan.run(world, flat(staged))
     if staged is not target:
@@ -164,7 +169,6 @@ def _in_place(
     return plan, staged_of(operation, target), target
 
 
-@accepts_tensors
 def reduce_scatter(
     x: ArrayT,
     op: str | Monoid = "sum",
@@ -202,6 +206,18 @@ def reduce_scatter(
         repeat = _repeated(world, x, "reduce_scatter", op, algorithm, 0, prescale, postscale)
         if repeat is not None and repeat(x, result := _new_shard(x, world) if out is None else out):
             return result  # type: ignore[return-value]
+    if not are_plain(x, out):
+        return with_tensors(
+            reduce_scatter,
+            x=x,
+            op=op,
+            world=world,
+            algorithm=algorithm,
+            out=out,
+            prescale=prescale,
+            postscale=postscale,
+            splits=splits,
+        )
     scatter = _scattered("reduce_scatter", world, x, op, algorithm, out, (prescale, postscale), splits)
     scatter.plan.run(world, scatter.work, result=scatter.result)
     return scatter.finish()
@@ -308,7 +324,6 @@ class _Scatter:
 _scattered = validation(_Scatter)
 
 
-@accepts_tensors
 def allgather(x: ArrayT, world: World | None = None, algorithm: str = "auto", out: ArrayT | None = None) -> ArrayT:
     """Gather every rank's ``x`` on all ranks, concatenated along axis 0; every rank must call.
 
@@ -329,13 +344,15 @@ def allgather(x: ArrayT, world: World | None = None, algorithm: str = "auto", ou
         UnsupportedError: as `allreduce`, or x has another size than its shard of ``out``.
         MismatchError: ranks differ in dtype, another axis or operation; the same error on every rank.
     """
-    if out is None and algorithm not in data_movement.OF_ONE_LENGTH:
+    if out is None and algorithm not in data_movement.OF_ONE_LENGTH and are_plain(x):
         return data_movement.run("allgather", world, x, algorithm)
     world = ranks_of(world)
     if type(out) is np.ndarray and out.flags.c_contiguous:
         repeat = _repeated(world, flat(out), "allgather", _MOVED, algorithm)  # the ranks' ``out`` may differ in shape
         if repeat is not None and repeat(x, out):
             return out
+    if not are_plain(x, out):
+        return with_tensors(allgather, x=x, world=world, algorithm=algorithm, out=out)
     plan, host, gathered, shard, out = _gathered("allgather", world, x, algorithm, out)
     if plan.bound is None or not plan.bound(host, gathered):
         shard[...] = host.reshape(-1)
@@ -390,7 +407,6 @@ def _gathered(
     return plan, host, gathered, shard, out
 
 
-@accepts_tensors
 def broadcast(x: ArrayT, root: int = 0, world: World | None = None, algorithm: str = "auto") -> ArrayT:
     """Overwrite ``x`` on all ranks with the values of rank ``root``; every rank must call.
 
@@ -407,6 +423,8 @@ def broadcast(x: ArrayT, root: int = 0, world: World | None = None, algorithm: s
     repeat = _repeated(world, x, "broadcast", _MOVED, algorithm, root)
     if repeat is not None and repeat(x, x):
         return x
+    if not are_plain(x):
+        return with_tensors(broadcast, x=x, root=root, world=world, algorithm=algorithm)
     plan, staged, root = _broadcasting("broadcast", world, x, root, algorithm)
     plan.move(world, flat(staged), root)
     return _received(staged, x, world.rank == root)
@@ -443,7 +461,6 @@ def _received(staged: np.ndarray, x: ArrayT, is_root: bool) -> ArrayT:
     return x
 
 
-@accepts_tensors
 def reduce(
     x: ArrayT,
     op: str | Monoid = "sum",
@@ -476,6 +493,18 @@ def reduce(
         target = x if out is None or world.rank != root else out
         if (target is x or (type(target) is np.ndarray and x.shape == target.shape)) and repeat(x, target):
             return target
+    if not are_plain(x, out):
+        return with_tensors(
+            reduce,
+            x=x,
+            op=op,
+            root=root,
+            world=world,
+            algorithm=algorithm,
+            out=out,
+            prescale=prescale,
+            postscale=postscale,
+        )
     plan, staged, target, root = _rooted("reduce", world, x, op, root, algorithm, out, prescale, postscale)
     plan.run(world, flat(staged), root)
     if world.rank == root and staged is not target:
@@ -586,15 +615,14 @@ class _Plan:
 
     def _bind(self, world: World, *arguments: Any) -> None:
         """Set `bound` after a first call with ``arguments``."""
-        if self.has_run or type(self) is not _Plan:
+        if self.has_run or type(self) is not _Plan or not self.algorithm.may_be_bound(world):
             return
         self.has_run = True
         exchange = self.algorithm.bound(world, self.call, *arguments)
-        if exchange is not None:
-            if self.call.operation.startswith("i"):
-                self.bound = exchange.started_call(world, self.call, arguments[0].nbytes <= SHORT_NBYTES)
-            else:
-                self.bound = exchange.direct_call(world, self.call)
+        if not self.call.operation.startswith("i"):
+            self.bound = None if exchange is None else exchange.direct_call(world, self.call)
+        elif isinstance(exchange, BoundExchange):
+            self.bound = exchange.started_call(world, self.call, arguments[0].nbytes <= SHORT_NBYTES)
 
     def run(self, world: World, x: np.ndarray, *root: int, result: np.ndarray | None = None) -> None:
         """Reduce ``x``, shape ``(count,)``, in place, or this rank's shard into ``result``.
@@ -792,7 +820,7 @@ def _validated(
         refuse_factors(operation, op, dtype, *factors)
         kind, reduction, reduced = _kind_of(operation, op, dtype, factors)
     collective = operation.removeprefix("i")
-    nbytes = 1 << x.nbytes.bit_length() >> 1  # one choice per power of two
+    nbytes = 1 << (max(x.nbytes, 1) - 1).bit_length()  # one choice per power of two
     blocks = not operation.startswith("i")
     with errors_of(operation):
         chosen = find(collective, algorithm, nbytes, reduced, reduction, world, blocks)

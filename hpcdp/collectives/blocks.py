@@ -25,6 +25,7 @@ import numpy as np
 
 from ..comm import Communicator, Request, World
 from ..comm.communicator import Steps, StepsTo, bounds, join_parts
+from ..comm.message_rounds import Block, Copy, Routes, routes_of
 from ..core.arrays import Array
 from . import ring, tree
 
@@ -194,6 +195,34 @@ def broadcast_layout(nbytes: int, ranks: int, rank: int, root: int) -> BlockLayo
     writes = [(ours * (rank == root != other), nbytes - ours) for other in range(ranks)]
     written = [ours * (other == root != rank) for other in range(ranks)]
     return BlockLayout(limits, ends, [0] * ranks, nbytes, nbytes, writes=writes, written=written)
+
+
+def routed(sizes: np.ndarray, layout: BlockLayout, rank: int) -> tuple[Routes, list[Copy]]:
+    """Return the routes of all blocks, and the copies of those for ``rank`` to their places.
+
+    Args:
+        sizes: shape ``(n, n)``: the bytes that each rank sends to each; shape ``(n,)``: one block for all ranks.
+        layout: the positions of this rank's blocks.
+        rank: this rank.
+    """
+    n = len(sizes)
+    if sizes.ndim == 1:
+        everyone = (1 << n) - 1
+        pairs = [(Block(source, size, everyone - (1 << source)), rank) for source, size in enumerate(sizes.tolist())]
+    else:
+        pairs = [
+            (Block(source, size, (1 << dest) * (source != dest)), dest)
+            for source, of_source in enumerate(sizes.tolist())
+            for dest, size in enumerate(of_source)
+        ]
+    blocks = [block for block, _ in pairs]
+    routes = routes_of(blocks, [layout.limits[dest][0] for _, dest in pairs], rank, n)
+    kept = [
+        place._replace(to=layout.ends[block.source])
+        for (block, dest), place in zip(pairs, routes.places, strict=True)
+        if dest == rank and place is not None and block.nbytes
+    ]
+    return routes, kept
 
 
 def direct(blocks: Blocks, world: World, tag: int) -> Steps:

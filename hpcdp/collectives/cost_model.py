@@ -640,7 +640,10 @@ def predicted_s(
 
 
 _CROWDED_NBYTES = 64 << 10
-_SHORT_NBYTES, _SHORT_MOVED_NBYTES = 16 << 10, 2 << 10
+_SHORT_NBYTES, _SHORT_MOVED_NBYTES, _MOST_ON_TCP_NBYTES = 16 << 10, 2 << 10, 128 << 10
+"""Short arrays, of a sum and of other collectives, and the most bytes of such arrays of all ranks over TCP, where a
+comparison of the calls by messages of their own costs as much as the library's collective.
+"""
 _TCP_ALPHA_S, _LONG_NBYTES, _GAIN_OF_LONG = 10e-6, 2 << 20, 0.98
 """A latency that only TCP has, arrays from which the library's sums reach 0.65 to 0.75 of its prediction there (Open
 MPI 5 on links of 1 and 10 Gbit/s), and the least predicted speed-up in this case.
@@ -664,8 +667,14 @@ def choose_movement(
     return best if seconds(names[0]) >= _GAIN * seconds(best) else names[0]
 
 
-def _short_nbytes(collective: str) -> int:
-    return _SHORT_MOVED_NBYTES if collective in ("allgather", "broadcast") else _SHORT_NBYTES
+def _short_nbytes(collective: str, topology: Topology, machine: MachineModel) -> int:
+    """Return the longest arrays that go by recursive doubling over several nodes."""
+    is_moved = collective in ("allgather", "broadcast")
+    least = _SHORT_MOVED_NBYTES if is_moved else _SHORT_NBYTES
+    if machine.across.alpha_s < _TCP_ALPHA_S:
+        return least
+    whole = 2 if collective == "allgather" else 1  # whose longest message has half of all
+    return max(least, whole * _MOST_ON_TCP_NBYTES // topology.ranks)
 
 
 def model_choice(
@@ -680,7 +689,8 @@ def model_choice(
 
     - One node with shared memory: ``shared``. ``native`` is faster if ranks outnumber cores and the array is below
       `_CROWDED_NBYTES`, because a waiting rank yields its core at once.
-    - Several nodes, short arrays (`_SHORT_NBYTES`, or `_SHORT_MOVED_NBYTES` of a broadcast or allgather):
+    - Several nodes, short arrays (`_SHORT_NBYTES`, or `_SHORT_MOVED_NBYTES` of a broadcast or allgather; over TCP up to
+      64 KB on two ranks, `_MOST_ON_TCP_NBYTES`):
       ``recursive_doubling``, whose messages also compare the calls of the ranks, for which the others need messages of
       their own.
     - Several nodes, longer arrays: ``native``, because the MPI library knows networks that this model does not. The
@@ -702,7 +712,7 @@ def model_choice(
     def seconds(name: str) -> float:
         return predicted_s(collective, name, nbytes, topology, machine)
 
-    if "recursive_doubling" in names and nbytes < _short_nbytes(collective) and not in_memory:
+    if "recursive_doubling" in names and nbytes <= _short_nbytes(collective, topology, machine) and not in_memory:
         return "recursive_doubling"
     if "native" in names:
         stages = _hierarchical(nbytes, topology, machine.at(nbytes))

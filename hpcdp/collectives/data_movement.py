@@ -20,13 +20,13 @@ import numpy as np
 from .. import kernels
 from ..comm import World
 from ..comm.communicator import StepsTo, bounds
-from ..comm.consistency import Call
-from ..comm.progress import Operation, ProgressEngine, run_until_complete
-from ..comm.repeated import SHORT_NBYTES
+from ..comm.consistency import Call, Calls
+from ..comm.message_rounds import form_of
+from ..comm.progress import Operation, ProgressEngine
+from ..comm.repeated import FIRST_CALLS, SHORT_NBYTES, repeated_moves
 from ..comm.watchdog import Watchdog
 from ..core.arrays import Array, dtype_name, dtype_of_char, from_host, in_kind_of_sender, kind_number
 from ..core.checks import choices, described
-from ..core.state import protection_of
 from ..errors import MismatchError, UnsupportedError, cut_in_middle, printable
 from . import algorithm_choice, intra_node
 from . import blocks as block_algorithms
@@ -34,6 +34,7 @@ from .blocks import BlockLayout, Blocks, offsets
 from .staging import (
     accepts_tensors,
     apart,
+    are_plain,
     bring_back,
     bytes_of,
     check_array,
@@ -44,6 +45,7 @@ from .staging import (
     present,
     ranks_of,
     validation,
+    with_tensors,
 )
 
 ArrayT = TypeVar("ArrayT", bound=Array)
@@ -67,7 +69,6 @@ _MOST_AXES = 64
 """The most axes of a NumPy array."""
 
 
-@accepts_tensors
 def gather(x: ArrayT, root: int = 0, world: World | None = None, out: ArrayT | None = None) -> ArrayT | None:
     """Gather every rank's ``x`` on rank ``root``, concatenated along axis 0; every rank must call.
 
@@ -85,6 +86,8 @@ def gather(x: ArrayT, root: int = 0, world: World | None = None, out: ArrayT | N
         UnsupportedError: ``x`` is no such array, or ``root`` no rank.
         MismatchError: ranks differ in dtype, another axis, root or operation; the same error on every rank.
     """
+    if not are_plain(x, out):
+        return with_tensors(gather, x=x, root=root, world=world, out=out)
     return run("gather", world, x, root, None, out=out)
 
 
@@ -108,7 +111,6 @@ def scatter(
     splits: Sequence[int] | None = None,
     out: ArrayT | None = None,
 ) -> ArrayT: ...
-@accepts_tensors
 def scatter(
     x: Array | None,
     root: int = 0,
@@ -135,6 +137,8 @@ def scatter(
         UnsupportedError: ``x`` or ``splits`` is not valid on ``root``; on every rank.
         MismatchError: ranks differ in root or operation; the same error on every rank.
     """
+    if not are_plain(x, out):
+        return with_tensors(scatter, x=x, root=root, world=world, splits=splits, out=out)
     return run("scatter", world, x, root, splits, None, out=out)
 
 
@@ -174,7 +178,6 @@ def alltoall(
     out: ArrayT | None = None,
     algorithm: str = "auto",
 ) -> tuple[ArrayT, np.ndarray]: ...
-@accepts_tensors
 def alltoall(
     x: Array,
     splits: Sequence[int] | np.ndarray | None = None,
@@ -201,6 +204,8 @@ def alltoall(
         UnsupportedError: the rows do not divide evenly, ``splits`` does not fit x, or the algorithm cannot run here.
         MismatchError: ranks differ in dtype, another axis, algorithm or operation; the same error on every rank.
     """
+    if not are_plain(x, out):
+        return with_tensors(alltoall, x=x, splits=splits, world=world, out=out, algorithm=algorithm)
     return run("alltoall", world, x, splits, algorithm, out=out)
 
 
@@ -241,8 +246,8 @@ def ibarrier(world: World | None = None) -> Operation[None]:
 def run(name: str, world: World | None, x: Any, *arguments: Any, out: Array | None = None) -> Any:
     """Run an operation of this module, or an allgather, to its end; return its result.
 
-    A repeated call of equal arrays is one kernel call inside a node, and one exchange of short messages with little
-    work around it elsewhere, as long as the ranks announce the same counts.
+    A repeated call of equal arrays is one kernel call inside a node, and short messages with little work around them
+    elsewhere, as long as the ranks' counts are the same.
     """
     world = ranks_of(world)
     key = _key_of(name, x, arguments)
@@ -261,6 +266,8 @@ def _remember(key: object, exchange: Exchange, world: World, x: np.ndarray | Non
     if exchange.moved is None:
         return
     known: dict[object, _Again | None] = world.keep(_remember, dict)
+    if getattr(known.get(key), "form", None) == form_of(exchange.moved[0]):
+        return  # this call was one that the repeated one cannot make, such as one of an array that is not contiguous
     if len(known) >= _MOST_REPEATED:
         known.clear()
     known[key] = _again_of(exchange, world, x)
@@ -317,8 +324,8 @@ _Again = Callable[[World, Any, tuple[Any, ...], Any], Any]
 """
 
 
-def _again_in_memory(moved: Moved, call: Callable[[Any, Any], bool]) -> _Again:
-    """Return a repeated call whose exchange is one kernel ``call``."""
+def _again_by_kernels(moved: Moved, call: Callable[[Any, Any], bool]) -> _Again:
+    """Return a repeated call whose exchange is a ``call`` as `BoundExchange.direct_call` returns it."""
     shape, dtype, finish, has_result = moved.shape, moved.dtype, moved.finish, moved.finish is not _none
     is_finished = finish is _unchanged
 
@@ -361,46 +368,6 @@ def _checked_exchange_of(name: str, world: World, x: Any, arguments: tuple[Any, 
     return exchange
 
 
-@dataclass(frozen=True, slots=True)
-class _AgainByMessages:
-    """A repeated call whose data are sent along with the counts."""
-
-    moved: Moved
-    call: Call
-    numbers: np.ndarray
-    """Shape ``(k + 1,)``, int64: this rank's counts and the bytes of its data."""
-    of_all: np.ndarray
-    """Shape ``(n, k + 1)``: those of all ranks."""
-    inline_nbytes: int
-
-    def __call__(self, world: World, x: Any, arguments: tuple[Any, ...], out: Any) -> Any:
-        progress, moved = ProgressEngine.of(world), self.moved
-        received = moved.memory(out)
-        if received is not None and protection_of(received) is not None:
-            return _USUALLY
-        fits = received is None or (
-            type(received) is np.ndarray
-            and (received.shape, received.dtype) == (moved.shape, moved.dtype)
-            and received.flags.carray
-        )
-        if world.meetings or progress.active.running or not fits or not (x is None or x.flags.carray):
-            return _USUALLY
-        sent, data = (_NO_BYTES if array is None else bytes_of(array) for array in (x, received))
-        watchdog, watched = progress.watchdog, (self.call.operation, sent)
-        watchdog.calls += 1
-        watchdog.enter(watched)
-        try:
-            gathered = progress.calls.gather_now(self.call, _with_data(self.numbers, sent, self.inline_nbytes))
-            k = self.numbers.size
-            if (gathered[:, :k] == self.of_all).all():
-                Blocks(moved.layout, sent, data).fill(gathered.view(np.uint8)[:, 8 * k :])
-                return moved.finish(received)
-            exchange = _exchange_of(self.call.operation, world, x, arguments, out)
-            return run_until_complete(_Movement(exchange, world).continued(gathered))
-        finally:
-            watchdog.leave(watched)
-
-
 def _with_data(numbers: np.ndarray, sent: np.ndarray, inline_nbytes: int) -> np.ndarray:
     """Return ``numbers`` followed by ``inline_nbytes`` bytes, in which the data ``sent`` are if they fit."""
     k = numbers.size
@@ -417,21 +384,26 @@ def _again_of(exchange: Exchange, world: World, x: np.ndarray | None) -> _Again 
         return None
     counts, moved = exchange.moved
     call, name = exchange.call, exchange.call.operation
+    sent = None if x is None or not exchange.sent.size else (x.dtype, x.size, None)
+    received = None if moved.finish is _none else (moved.dtype, math.prod(moved.shape), moved.shape)
     if exchange.shares(world):
-        sent = None if x is None or not exchange.sent.size else (x.dtype, x.size, None)
-        received = None if moved.finish is _none else (moved.dtype, math.prod(moved.shape), moved.shape)
         bound = intra_node.bound_exchange(exchange.counts, counts, moved.layout, (sent, received), world, call)
         if bound is None:
             return None
         if name.startswith("i"):
             longest = max(exchange.sent.size, math.prod(moved.shape) * moved.dtype.itemsize)
             return _again_started(name, moved, bound.started_call(world, call, longest <= SHORT_NBYTES))
-        return _again_in_memory(moved, bound.direct_call(world, call))
-    if exchange.nbytes_of_all is None:
+        return _again_by_kernels(moved, bound.direct_call(world, call))
+    planned = exchange.plan(counts) if exchange.knows_all and Calls.of(world).number >= FIRST_CALLS else None
+    if planned is None or planned.sizes is None:
         return None
-    numbers = np.array([*exchange.counts, exchange.sent.size], np.int64)
-    of_all = np.column_stack([counts, exchange.nbytes_of_all])
-    return _AgainByMessages(moved, call, numbers, of_all, _inline_nbytes(exchange, world))
+    routes, kept = block_algorithms.routed(planned.sizes, planned.layout, world.rank)
+    rounds = repeated_moves(world, call, routes, kept, sent, received, -1, form_of(counts))
+    if rounds is None:
+        return None
+    again = _again_by_kernels(moved, rounds.direct_call(world, call))
+    again.form = form_of(counts)  # type: ignore[attr-defined]
+    return again
 
 
 _NO_BYTES = np.empty(0, np.uint8)
@@ -474,6 +446,8 @@ class Moved:
     dtype: np.dtype
     finish: Callable[[Any], Any] = _unchanged
     """Makes the result from the received array; keeps no array."""
+    sizes: np.ndarray | None = None
+    """Shape ``(n, n)``: the bytes that each rank sends to each, or shape ``(n,)``: to all alike; None if unknown."""
 
     def memory(self, out: Any) -> Any:
         """Return the memory for what is received, perhaps an ``out`` that does not fit; None without a result."""
@@ -508,8 +482,8 @@ class Exchange:
     """The requested algorithm; another than ``"auto"`` keeps to messages."""
     moved: tuple[np.ndarray, Moved] | None = None
     """The counts of all ranks and what was moved, after the end."""
-    nbytes_of_all: np.ndarray | None = None
-    """Shape ``(n,)``: the bytes of the data of all ranks, if they came along with the counts."""
+    knows_all: bool = False
+    """True after the end if this rank knows the counts of all ranks."""
 
     def shares(self, world: World) -> bool:
         """Return whether the data move in the memory of a node."""
@@ -579,9 +553,9 @@ class _Movement:
 
     def _move_gathered(self, gathered: np.ndarray) -> StepsTo[Any]:
         exchange, k = self._exchange, len(self._exchange.counts)
-        counts, nbytes = gathered[:, :k].copy(), gathered[:, k].copy()
+        counts, nbytes = gathered[:, :k].copy(), gathered[:, k]
+        exchange.knows_all = True
         if int(nbytes.max()) <= self._inline_nbytes:
-            exchange.nbytes_of_all = nbytes
             data = gathered.view(np.uint8)[:, 8 * (k + 1) :]
             return (yield from self._move(counts, exchange.plan(counts), data))
         if exchange.plan_of_messages is None:
@@ -617,7 +591,8 @@ def allgather_exchange(name: str, world: World, x: Array, algorithm: str, out: A
     def plan(counts: np.ndarray) -> Moved:
         rows = counts[:, 0].tolist()
         ends = [end * row_nbytes(row, dtype) for end in offsets(rows)]
-        return Moved(*parts_of_all(ends, world, algorithm), (sum(rows), *row), dtype)
+        sizes = np.diff(ends)
+        return Moved(*parts_of_all(ends, world, algorithm), (sum(rows), *row), dtype, sizes=sizes)
 
     call = _call(name, host, *facts, *_algorithm_named(algorithm))
     sent = bytes_of(apart(host, out))
@@ -673,7 +648,9 @@ def gather_exchange(
         finish = _unchanged if rank == root else _none
         if not at.any():
             layout = block_algorithms.gather_layout(sizes, rank, root)
-            return Moved(layout, "direct", (int(rows.sum()) * (rank == root), *row), dtype, finish)
+            shape, of_pairs = (int(rows.sum()) * (rank == root), *row), np.zeros((n, n), np.int64)
+            of_pairs[:, root] = sizes
+            return Moved(layout, "direct", shape, dtype, finish, of_pairs)
         _check_rows(name, rows, expected, root)
         layout = block_algorithms.written_layout(sizes, rank, {root: at.tolist()})
         return Moved(layout, "direct", (int(rows[at == 0].sum()) * (rank == root), *row), dtype, finish)
@@ -752,8 +729,9 @@ def scatter_exchange(
         finish = _unchanged if rank == root else functools.partial(in_kind_of_sender, kind)
         of_ranks, places = [count * row_nbytes(row, dtype) for count in rows], numbers[n + 2 + _MOST_AXES :]
         if not any(places):
-            layout = block_algorithms.scatter_layout(of_ranks, rank, root)
-            return Moved(layout, "direct", (rows[rank], *row), dtype, finish)
+            layout, of_pairs = block_algorithms.scatter_layout(of_ranks, rank, root), np.zeros((n, n), np.int64)
+            of_pairs[root] = of_ranks
+            return Moved(layout, "direct", (rows[rank], *row), dtype, finish, of_pairs)
         if places[root]:
             of_ranks[root] = rows[root] = 0
         layout = block_algorithms.read_layout(of_ranks, rank, root, places)
@@ -805,12 +783,12 @@ def alltoall_exchange(
 
     def plan_of_even(counts: np.ndarray) -> Moved:
         layout = block_algorithms.even_alltoall_layout(length * width, n, rank)
-        return Moved(layout, moved_by(length * width), (length, *row), dtype)
+        sizes = np.full((n, n), length * width // n)
+        return Moved(layout, moved_by(length * width), (length, *row), dtype, sizes=sizes)
 
     def plan(counts: np.ndarray) -> Moved:
-        return planned(
-            int(counts.max()), counts[:, rank].copy(), block_algorithms.alltoall_layout(counts * width, rank)
-        )
+        layout = block_algorithms.alltoall_layout(counts * width, rank)
+        return planned(int(counts.max()), counts[:, rank].copy(), layout, counts * width)
 
     def plan_of_messages(largest: int, received: np.ndarray, carried: np.ndarray | None) -> Moved:
         passed_on = None if carried is None else carried * width
@@ -818,9 +796,9 @@ def alltoall_exchange(
         layout = block_algorithms.layout_of_messages(sent, (received * width).tolist(), passed_on)
         return planned(largest, received, layout)
 
-    def planned(largest: int, received: np.ndarray, layout: BlockLayout) -> Moved:
+    def planned(largest: int, received: np.ndarray, layout: BlockLayout, sizes: np.ndarray | None = None) -> Moved:
         moved = moved_by(n * largest * width)
-        return Moved(layout, moved, (int(received.sum()), *row), dtype, lambda x: (x, received.copy()))
+        return Moved(layout, moved, (int(received.sum()), *row), dtype, lambda x: (x, received.copy()), sizes)
 
     sent = bytes_of(apart(host, out))
     if splits is None:

@@ -33,15 +33,17 @@ log2 n steps every rank has the whole sum, so no result is sent back::
     distance 2       0 <-----------------> 2                   the sum of all
                                 1 <-----------------> 3
 
-The other collectives work likewise. In a broadcast all ranks but the root send zeros, in an allgather each rank sends
-zeros in place of the others' shards, and a reduce or reduce-scatter keeps a part of the sum.
+A reduce or reduce-scatter keeps a part of the sum. In a broadcast only ranks that have the array send it, and in an
+allgather each rank sends the shards that it has; if these do not fit in a message, or the ranks are many, each sends
+zeros for what it lacks.
 
 Each message starts with the signature of the call, so the same messages detect mismatched calls; between nodes all
-other algorithms need a comparison first (`hpcdp.comm.consistency`, which also describes the ranks beyond a power of
-two). Long arrays are sent piece by piece.
+other algorithms need a comparison first (`hpcdp.comm.message_rounds`, which also describes the ranks beyond a power of
+two). Long arrays are reduced piece by piece.
 
 Sent per rank, for S bytes a piece: log2 p messages of S + 16 bytes, p the largest power of two up to n. A rank with a
-partner beyond p sends 1 more, and its partner 1 in all.
+partner beyond p sends 1 more, and its partner 1 in all. Of an allgather, for S bytes in all, they have
+(p - 1) / p S and 16 for each if n = p. Above 60 KB a message is sent as two.
 
 Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005, section
 4.5.
@@ -49,6 +51,7 @@ Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communicatio
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -58,7 +61,9 @@ import numpy as np
 from ..comm import Reduction, World
 from ..comm.communicator import MERGED, Messages, Steps, bounds, split
 from ..comm.consistency import Call, Calls
+from ..comm.message_rounds import MOST_NBYTES, Block, Carried, Copy, Routed, Routes, routes_of
 from ..comm.progress import in_lanes, messages, together
+from ..comm.repeated import RepeatedRounds, repeated_moves, repeated_sum
 from ..core.arrays import Array, array_namespace
 
 
@@ -192,55 +197,116 @@ def reduce_scatter(
 
 
 class Combined(NamedTuple):
-    """An array that recursive doubling reduces for a collective."""
+    """What recursive doubling carries for a collective."""
 
-    total: np.ndarray
-    """Shape ``(count,)``: this rank's values, and in the end those of all ranks."""
-    op: Reduction
+    carried: Sequence[Carried]
     finish: Callable[[], None]
-    """Writes the result from ``total``."""
+    """Writes the result."""
+
+
+def _reduced(total: np.ndarray, op: Reduction, world: World, finish: Callable[[], None]) -> Combined:
+    return Combined(Calls.of(world).messages.sums(total, op), finish)
 
 
 def of_allreduce(x: np.ndarray, op: Reduction, world: World) -> Combined:
     """Return an allreduce of ``x``, shape ``(count,)``, in place."""
     total = op.widened(x)
-    return Combined(total, op, lambda: op.finish(total, world.size, x))
+    return _reduced(total, op, world, lambda: op.finish(total, world.size, x))
 
 
 def of_reduce(x: np.ndarray, op: Reduction, root: int, world: World) -> Combined:
     """Return a reduce of ``x``, shape ``(count,)``, in place on ``root``; elsewhere it is unchanged."""
     if world.rank == root:
         return of_allreduce(x, op, world)
-    return Combined(op.widened(x.copy()), op, lambda: None)
+    return _reduced(op.widened(x.copy()), op, world, lambda: None)
 
 
 def of_reduce_scatter(x: np.ndarray, out: np.ndarray, op: Reduction, world: World) -> Combined:
     """Return a reduce-scatter of ``x``, shape ``(count,)``, with this rank's shard in ``out``; x is overwritten."""
     total = op.widened(x)
-    return Combined(total, op, lambda: op.finish(split(total, world.size)[world.rank], world.size, out))
+    return _reduced(total, op, world, lambda: op.finish(split(total, world.size)[world.rank], world.size, out))
 
 
 def of_allgather(out: np.ndarray, world: World) -> Combined:
     """Return an allgather that completes ``out``, shape ``(count,)``, in which every rank has written its shard."""
-    total, n, me = np.zeros(out.size, out.dtype), world.size, world.rank
-    own = slice(out.size * me // n, out.size * (me + 1) // n)  # as `split`, without its list
+    data, ends = out.view(np.uint8), bounds(out.size, world.size)
+    routes = _routes_of_allgather(tuple(end * out.itemsize for end in ends), world.rank)
+    if routes is not None:
+        return _routed(routes, data, data, range(world.size), ends, out.itemsize, world.rank)
+    total, own = np.zeros(out.size, out.dtype), slice(ends[world.rank], ends[world.rank + 1])
     total[own] = out[own]
-    return Combined(total.view(np.uint8), MERGED, lambda: np.copyto(out, total))
+    return _reduced(total.view(np.uint8), MERGED, world, lambda: np.copyto(out, total))
 
 
 def of_broadcast(x: np.ndarray, root: int, world: World) -> Combined:
     """Return a broadcast that overwrites ``x``, shape ``(count,)``, with the values of ``root``."""
+    routes = _routes_of_broadcast(x.nbytes, root, world.rank, world.size)
+    if routes is not None:
+        data = x.view(np.uint8)
+        return _routed(routes, data, data, [root], [0], 1, world.rank)
     if world.rank == root:
-        return Combined(x.copy().view(np.uint8), MERGED, lambda: None)  # x may be read-only
+        return _reduced(x.copy().view(np.uint8), MERGED, world, lambda: None)  # x may be read-only
     total = np.zeros(x.size, x.dtype)
-    return Combined(total.view(np.uint8), MERGED, lambda: np.copyto(x, total))
+    return _reduced(total.view(np.uint8), MERGED, world, lambda: np.copyto(x, total))
+
+
+_MOST_ROUTED_RANKS = 64
+"""The most ranks for which the ways of all blocks are looked for."""
+
+
+@functools.lru_cache(1 << 8)
+def _routes_of_allgather(ends: tuple[int, ...], rank: int, begins: bool = False) -> Routes | None:
+    """Return the routes of parts with these ends in bytes; None if they are too long.
+
+    The data of ``rank`` are those of all ranks, in which its part is in its place; or the part alone if that
+    ``begins`` them.
+    """
+    n = len(ends) - 1
+    if n > _MOST_ROUTED_RANKS:
+        return None
+    blocks = [Block(r, ends[r + 1] - ends[r], (1 << n) - 1 - (1 << r)) for r in range(n)]
+    routes = routes_of(blocks, [0] * n if begins else ends[:n], rank, n)
+    return routes if routes.longest <= MOST_NBYTES else None
+
+
+@functools.lru_cache(1 << 8)
+def _routes_of_broadcast(nbytes: int, root: int, rank: int, n: int) -> Routes | None:
+    """Return the routes of an array of ``root``; None if it is too long."""
+    if n > _MOST_ROUTED_RANKS or nbytes > MOST_NBYTES:
+        return None
+    return routes_of([Block(root, nbytes, (1 << n) - 1 - (1 << root))], [0], rank, n)
+
+
+def _routed(
+    routes: Routes,
+    data: np.ndarray,
+    out: np.ndarray,
+    sources: Sequence[int],
+    ends: Sequence[int],
+    itemsize: int,
+    me: int,
+) -> Combined:
+    """Return what moves one block of each source in ``data`` to its place in the ``out`` of all ranks."""
+    routed = Routed(routes, data, out, _kept(routes, sources, ends, itemsize, me))
+    return Combined([routed], routed.finish)
+
+
+def _kept(
+    routes: Routes, sources: Sequence[int], ends: Sequence[int], itemsize: int, me: int | None = None
+) -> list[Copy]:
+    """Return the copies of the sources' blocks to their places, which begin at ``ends``, except those of ``me``."""
+    return [
+        place._replace(to=end * itemsize)
+        for source, end, place in zip(sources, ends, routes.places, strict=False)
+        if place is not None and source != me
+    ]
 
 
 def recursive_doubling(of: Callable[..., Combined], *arguments: Any) -> None:
     """Run a collective by recursive doubling.
 
     Args:
-        of: returns what is combined, given the collective's arguments and the world.
+        of: returns what is carried, given the collective's arguments and the world.
         *arguments: the same, and the `Call`.
 
     Raises:
@@ -250,7 +316,7 @@ def recursive_doubling(of: Callable[..., Combined], *arguments: Any) -> None:
     calls, combined = Calls.of(world), of(*given, world)
     if calls.memory is not None:
         calls.memory.agree(call)
-    calls.messages.agree(call, combined.total, combined.op)
+    calls.messages.agree(call, combined.carried)
     combined.finish()
 
 
@@ -259,15 +325,54 @@ def recursive_doubling_steps(of: Callable[..., Combined], *arguments: Any) -> St
     *given, world, call = arguments
     calls, combined = Calls.of(world), of(*given, world)
     if calls.memory is None:
-        return _then_finished(calls.messages.steps(call, combined.total, combined.op), combined)
+        return _then_finished(calls.messages.steps(call, combined.carried), combined)
     return _compared_in_memory(calls.memory.steps(call), calls, call, combined)
 
 
 def _compared_in_memory(comparison: Steps, calls: Calls, call: Call, combined: Combined) -> Steps:
     yield from comparison
-    yield from _then_finished(calls.messages.steps(call, combined.total, combined.op), combined)
+    yield from _then_finished(calls.messages.steps(call, combined.carried), combined)
 
 
 def _then_finished(machine: Steps, combined: Combined) -> Steps:
     yield from machine
     combined.finish()
+
+
+def bound_allreduce(x: np.ndarray, op: Reduction, world: World, call: Call) -> RepeatedRounds | None:
+    """Return ``run(x, x)`` that is an `allreduce` by recursive doubling; None if there is none."""
+    return repeated_sum(world, call, x, op, (0, x.size), (x.dtype, x.size, None), 0)
+
+
+def bound_reduce(x: np.ndarray, op: Reduction, root: int, world: World, call: Call) -> RepeatedRounds | None:
+    """Return ``run(x, out)`` that is a `reduce` of arrays like ``x`` into the ``out`` of ``root``."""
+    out = (x.dtype, x.size, None) if world.rank == root else None
+    return repeated_sum(world, call, x, op, (0, x.size), out, 0)
+
+
+def bound_reduce_scatter(x: np.ndarray, op: Reduction, world: World, call: Call) -> RepeatedRounds | None:
+    """Return ``run(x, out)`` that is a `reduce_scatter` of arrays like ``x``, which stay unchanged."""
+    first, last = bounds(x.size, world.size)[world.rank : world.rank + 2]
+    out = x.dtype, last - first, (last - first,)
+    return repeated_sum(world, call, x, op, (first, last), out, -1)
+
+
+def bound_broadcast(x: np.ndarray, root: int, world: World, call: Call) -> RepeatedRounds | None:
+    """Return ``run(x, x)`` that is a `broadcast` of arrays like ``x``."""
+    routes, like = _routes_of_broadcast(x.nbytes, root, world.rank, world.size), (x.dtype, x.size, None)
+    if routes is None:
+        return None
+    sent, received = (like, None) if world.rank == root else (None, like)
+    return repeated_moves(world, call, routes, _kept(routes, [root], [0], 1, world.rank), sent, received, -1)
+
+
+def bound_allgather(out: np.ndarray, world: World, call: Call) -> RepeatedRounds | None:
+    """Return ``run(x, out)`` that is an `allgather` of a shard that need not be in its place."""
+    ends, me = bounds(out.size, world.size), world.rank
+    routes = _routes_of_allgather(tuple(end * out.itemsize for end in ends), me, begins=True)
+    if routes is None:
+        return None
+    kept = _kept(routes, range(world.size), ends, out.itemsize)
+    x = out.dtype, ends[me + 1] - ends[me], None
+    like = out.dtype, out.size, None
+    return repeated_moves(world, call, routes, kept, x, like, ends[me] * out.itemsize)

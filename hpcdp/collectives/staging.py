@@ -14,7 +14,7 @@ import contextlib
 import functools
 import operator
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
@@ -63,7 +63,7 @@ def accepts_tensors(function: Callable[P, T]) -> Callable[P, T]:
     by_name = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
     star = ["*"] if by_name else []
     is_plain = " and ".join(f"type({name}) in plain" for name in by_place + by_name if name in _ARRAY_ARGUMENTS)
-    namespace: dict[str, Any] = {"function": function, "plain": _plain_types, "with_tensors": _with_tensors}
+    namespace: dict[str, Any] = {"function": function, "plain": _plain_types, "with_tensors": with_tensors}
     namespace["__name__"] = function.__module__  # errors look for the outermost function of hpcdp
     source = f"""
 def {function.__name__}({", ".join([*by_place, *star, *by_name])}):
@@ -77,15 +77,27 @@ def {function.__name__}({", ".join([*by_place, *star, *by_name])}):
     return functools.update_wrapper(made, function)  # type: ignore[no-any-return]
 
 
-def _with_tensors(function: Callable[..., Any], /, **arguments: Any) -> Any:
+def are_plain(x: object, out: object = None) -> bool:
+    """Return whether no argument is a tensor, or a list that may contain one.
+
+    For functions that do without `accepts_tensors`, which costs up to 3 us after a wait.
+    """
+    if type(x) in _plain_types and type(out) in _plain_types:
+        return True
+    return all(any(array is other for other in present.converted) for array in (x, out) if array is not None)
+
+
+def with_tensors(function: Callable[..., Any], /, **arguments: Any) -> Any:
+    """Call ``function`` with arrays in the place of tensors; see `accepts_tensors`."""
     call = _TensorCall(function.__name__)
     arrays = {name: call.array(name, x) if name in _ARRAY_ARGUMENTS else x for name, x in arguments.items()}
-    outer, present.kind = present.kind, call.kind
+    outer = present.kind, present.converted
+    present.kind, present.converted = call.kind, [arrays[name] for name in _ARRAY_ARGUMENTS if name in arrays]
     try:
         with call.order:
             result = function(**arrays)
     finally:
-        present.kind = outer
+        present.kind, present.converted = outer
     return call.in_kind(result)
 
 
@@ -94,6 +106,8 @@ class _Present(threading.local):
 
     kind: ArrayKind | None = None
     """The kind of its tensors, if any."""
+    converted: Sequence[object] = ()
+    """Its arguments after tensors have been replaced."""
 
 
 present = _Present()

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -320,6 +320,16 @@ class Messages(Protocol):
         ...
 
 
+class Swapping(NamedTuple):
+    """Messages in progress, of `Communicator.swapper`."""
+
+    incoming: Sequence[Request]
+    outgoing: Sequence[Request]
+    """These may need that the peer receives all of them, so a second part is received before they are waited for."""
+    cancel: Callable[[], object] = list
+    """Cancels the receive, after an exception during a wait."""
+
+
 class Communicator(Messages, Protocol):
     """A group of ranks that exchange messages.
 
@@ -352,8 +362,19 @@ class Communicator(Messages, Protocol):
         """Receive into ``x``, dtype uint8, from ``source``, which may have sent fewer bytes."""
         ...
 
-    def swap(self, x: np.ndarray, received: np.ndarray, peer: int, tag: int) -> None:
-        """Send ``x`` to ``peer``, which also calls it, and receive at most ``received`` from it; dtype uint8."""
+    def swapper(
+        self, parts: Sequence[np.ndarray], received: np.ndarray | None, peer: int
+    ) -> Callable[[int], Swapping | None]:
+        """Return a function ``swap(tag)`` that sends messages to ``peer`` and receives one from it.
+
+        Args:
+            parts: the messages to send, dtype uint8.
+            received: the memory of the message to receive, dtype uint8, which may be shorter; None for none.
+            peer: the other rank.
+
+        Returns:
+            The function; it returns what is not complete after a short while, None if all is.
+        """
         ...
 
     def takes_note(self, error: Exception) -> bool:

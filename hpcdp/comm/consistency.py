@@ -5,11 +5,8 @@ has given up. `Refused` replaces the communicators of a world in which this proc
 
 Every rank must make the same collective call. Each call is compared before any rank enters the MPI library with it. If
 all ranks share memory, each posts a signature of its call beside its counter there (`InMemory`). Between nodes the
-signature is the header of a message that pairs of ranks exchange at growing distances (`ByMessages`); a short allreduce
-sends its data along. If signatures differ, all ranks know it after the same exchange, and tell each other their calls.
-
-Messages per rank and call: log2 p of 16 bytes, p the largest power of two up to n. A rank with a partner beyond p sends
-1 more, and its partner 1 in total.
+signature is the header of messages that pairs of ranks exchange (`message_rounds`), and the data of short calls follow
+it. If signatures differ, all ranks know it after the same exchange, and tell each other their calls.
 """
 
 from __future__ import annotations
@@ -28,19 +25,8 @@ import numpy as np
 
 from .. import errors, kernels
 from ..errors import HpcdpError, MismatchError, WorldAborted, listed
-from .communicator import (
-    MERGED,
-    OPERATION_BITS,
-    Communicator,
-    PolledRequest,
-    Reduction,
-    Steps,
-    StepsTo,
-    exchange_of,
-    make_tag,
-    resolve,
-    split,
-)
+from .communicator import MERGED, Communicator, PolledRequest, Steps, StepsTo, exchange_of, resolve
+from .message_rounds import ByMessages, OtherForm
 from .shared_memory import NodeMemory
 
 if TYPE_CHECKING:
@@ -314,16 +300,7 @@ def refuse(world: World, kind: type[HpcdpError], new_kept: Any, **why: Any) -> N
     object.__setattr__(world, "kept", Refused(kind, 0, 1, **why) if new_kept is None else new_kept)
 
 
-MOST_NBYTES = 64 << 10
-"""The most data that a message sends along with the signature of a call."""
-
-_HEADER_NBYTES = 16
-_DIFFERENT = -1
-"""A value in place of a signature: some ranks have made other calls."""
-_FOLD, _RESULT = 0, 1
-"""The lanes of messages from ranks beyond a power of two to their partner, and back."""
 _TEXT_NBYTES = 1 << 10
-_MOST_SIDES = 64
 _MAX = resolve("counts", "max", np.dtype(np.int64))
 _BY_MESSAGES_FIRST = 16
 """Calls of a node's ranks that are compared by messages first: a program with few calls needs no compiled kernels."""
@@ -514,176 +491,6 @@ class _Arrival:
             self._memory.check()
 
 
-class _Side:
-    """A message: the signature of a call, followed by the data that is sent along."""
-
-    __slots__ = ("body", "header", "sent", "whole")
-
-    def __init__(self, whole: np.ndarray, data: np.ndarray | None) -> None:
-        nbytes = _HEADER_NBYTES + (0 if data is None else data.nbytes)
-        self.whole, self.sent = whole, whole[:nbytes]
-        self.header = whole[:8].data.cast("q")
-        self.body: Any = None if data is None else whole[_HEADER_NBYTES:nbytes].view(data.dtype)
-
-
-class _MessageBuffers:
-    """Buffers for a message to a partner and one from it, reused by calls with data of one kind."""
-
-    def __init__(self) -> None:
-        # A partner in another call may send a message of the maximum size.
-        self._blocks = np.empty((2, _HEADER_NBYTES + MOST_NBYTES), np.uint8)
-        self._sides: dict[object, tuple[_Side, _Side]] = {}
-
-    def sides_of(self, data: np.ndarray | None) -> tuple[_Side, _Side]:
-        """Return this rank's message and the partner's, for ``data`` of this size and dtype."""
-        kind = None if data is None else (data.size, data.dtype)
-        sides = self._sides.get(kind)
-        if sides is None:
-            if len(self._sides) >= _MOST_SIDES:
-                self._sides.clear()
-            sides = self._sides[kind] = _Side(self._blocks[0], data), _Side(self._blocks[1], data)
-        return sides
-
-
-class _Differs(Exception):
-    """Ranks have made different calls."""
-
-
-class ByMessages:
-    """Comparison by messages between pairs of ranks, at distances 1, 2, 4 and so on.
-
-    Ranks beyond the largest power of two send to a partner first, and get the result from it last. Nothing else may use
-    ``comm``, which has all ranks.
-    """
-
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
-        self._rounds = _rounds(comm.rank, comm.size)
-        all_pairs = all(sends and receives for _, _, sends, receives in self._rounds)
-        self._pairs = [(lane, peer) for lane, peer, _, _ in self._rounds] if all_pairs else []
-        self._number = 0
-        self._tickets = self._served = 0
-        self._blocks = _MessageBuffers()
-
-    def agree(self, call: Call, total: np.ndarray | None = None, op: Reduction | None = None) -> None:
-        """Block until every rank has made ``call``; also reduce ``total``, shape ``(count,)``, in place by ``op``.
-
-        A mean is not divided yet.
-
-        Raises:
-            MismatchError: the same on every rank; ``total`` is undefined then.
-        """
-        tag = self._next_tag()
-        if not self._pairs or (total is not None and total.nbytes > MOST_NBYTES):
-            try:
-                for stage in self._exchange(call, tag, self._blocks, total, op):
-                    for request in stage:
-                        request.wait()
-            except _Differs:
-                self._raise_difference(call)
-            return
-        mine, other = self._blocks.sides_of(total)
-        signature, swap = call.signature, self._comm.swap
-        mine.header[0] = signature
-        for lane, peer in self._pairs:
-            if total is not None:
-                mine.body[...] = total
-            swap(mine.sent, other.whole, peer, tag + lane)
-            if other.header[0] != signature:
-                mine.header[0] = _DIFFERENT
-            elif total is not None:
-                self._reduce(total, other.body, peer, op)
-        if mine.header[0] != signature:
-            self._raise_difference(call)
-
-    def steps(self, call: Call, total: np.ndarray | None = None, op: Reduction | None = None) -> Steps:
-        """Return `agree` as resumable steps. Steps that follow it in an algorithm run in the order of the calls."""
-        exchange = self._exchange(call, self._next_tag(), _MessageBuffers(), total, op)
-        self._tickets += 1
-        return self._in_order(exchange, call, self._tickets - 1)
-
-    def _in_order(self, exchange: Steps, call: Call, ticket: int) -> Steps:
-        try:
-            yield from exchange
-        except _Differs:  # ranks compare the calls of one exchange after another: they exchange texts without a tag
-            if self._served != ticket:
-                yield [PolledRequest(lambda: self._served == ticket)]
-            self._raise_difference(call)
-        finally:  # if this exchange fails, later ones fail as well
-            if self._served != ticket:
-                yield [PolledRequest(lambda: self._served == ticket)]
-            self._served += 1
-
-    def _next_tag(self) -> int:
-        self._number = (self._number + 1) % (1 << OPERATION_BITS)
-        return make_tag(0, self._number)
-
-    def _exchange(
-        self, call: Call, tag: int, blocks: _MessageBuffers, total: np.ndarray | None, op: Reduction | None
-    ) -> Steps:
-        """Send and receive as `_rounds` says; long data in pieces, one after another."""
-        if total is None:
-            yield from self._compared(call, tag, blocks.sides_of(None))
-            return
-        for piece in split(total, max(1, -(-total.nbytes // MOST_NBYTES))):
-            yield from self._compared(call, tag, blocks.sides_of(piece), piece, op)
-
-    def _compared(
-        self,
-        call: Call,
-        tag: int,
-        sides: tuple[_Side, _Side],
-        total: np.ndarray | None = None,
-        op: Reduction | None = None,
-    ) -> Steps:
-        mine, other = sides
-        signature, comm = call.signature, self._comm
-        mine.header[0] = signature
-        for lane, peer, sends, receives in self._rounds:
-            if total is not None and sends:
-                mine.body[...] = total
-            requests = [comm.irecv_up_to(other.whole, peer, tag + lane)] if receives else []
-            yield [*requests, *([comm.isend_whole(mine.sent, peer, tag + lane)] if sends else [])]
-            if not receives:
-                continue
-            if other.header[0] != signature:
-                mine.header[0] = _DIFFERENT
-            elif total is not None and lane == _RESULT:
-                total[...] = other.body
-            elif total is not None:
-                self._reduce(total, other.body, peer, op)
-        if mine.header[0] != signature:
-            raise _Differs
-
-    def _reduce(self, total: np.ndarray, other: np.ndarray, peer: int, op: Any) -> None:
-        """Reduce ``other`` of rank ``peer`` into ``total``, the lower rank's operand first: the same bits on both."""
-        # Do not write to the sent buffer: the other core has just read it, and each cache line would be fetched again.
-        if peer > self._comm.rank:
-            op.into(total, other)
-        else:
-            op.into(other, total)
-            total[...] = other
-
-    def _raise_difference(self, call: Call) -> None:
-        """Raise the error for ranks that have made different calls; all ranks call it, blocking."""
-        signatures = self._comm.allgather_json(call.signature)
-        odd = next((rank for rank, other in enumerate(signatures) if other != signatures[0]), 0)
-        texts = self._comm.allgather_json(str(call) if self._comm.rank in (0, odd) else None)
-        known = {signatures[0]: texts[0], signatures[odd]: texts[odd]}
-        raise call.differs_from([known.get(signature, "") for signature in signatures])
-
-
-def _rounds(rank: int, n: int) -> list[tuple[int, int, bool, bool]]:
-    """Return the messages of ``rank`` in order: lane, partner, whether it sends, whether it receives."""
-    p = 1 << n.bit_length() - 1
-    if rank >= p:
-        return [(_FOLD, rank - p, True, False), (_RESULT, rank - p, False, True)]
-    rounds = [(_RESULT + 1 + bit, rank ^ 1 << bit, True, True) for bit in range(p.bit_length() - 1)]
-    if rank + p < n:
-        return [(_FOLD, rank + p, False, True), *rounds, (_RESULT, rank + p, True, False)]
-    return rounds
-
-
 class Calls:
     """The collective calls of a world's ranks, which must all be the same; see `of`."""
 
@@ -741,7 +548,7 @@ class Calls:
         """
         self.number += 1
         numbers = np.array([number], np.int64)
-        exchange = self.messages.steps(call, numbers, _MAX)
+        exchange = self.messages.steps(call, self.messages.sums(numbers, _MAX))
 
         def steps() -> StepsTo[T]:
             yield from exchange
@@ -761,11 +568,20 @@ class Calls:
             Steps that return the result of those that follow.
         """
         self.number += 1
-        gathered = self._row_of(counts)
-        exchange = self.messages.steps(call, gathered.reshape(-1), MERGED)
+
+        def started() -> tuple[np.ndarray, Steps]:
+            gathered = self._row_of(counts)
+            return gathered, self.messages.steps(call, self.messages.sums(gathered.reshape(-1), MERGED))
+
+        first = started()
 
         def steps() -> StepsTo[T]:
-            yield from exchange
+            gathered, exchange = first
+            try:
+                yield from exchange
+            except OtherForm:
+                gathered, exchange = started()
+                yield from exchange
             return (yield from then(gathered))
 
         return steps()
@@ -776,9 +592,13 @@ class Calls:
         Operations started before must have ended.
         """
         self.number += 1
-        gathered = self._row_of(counts)
-        self.messages.agree(call, gathered.reshape(-1), MERGED)
-        return gathered
+        while True:
+            gathered = self._row_of(counts)
+            try:
+                self.messages.agree(call, self.messages.sums(gathered.reshape(-1), MERGED))
+            except OtherForm:
+                continue
+            return gathered
 
     def _row_of(self, counts: np.ndarray) -> np.ndarray:
         numbers = np.zeros((self._size, counts.size), np.int64)

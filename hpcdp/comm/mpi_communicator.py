@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
@@ -36,6 +36,7 @@ from .communicator import (
     LANE_BITS,
     OPERATION_BITS,
     Request,
+    Swapping,
     disagree,
     disagreement,
     name_of,
@@ -194,6 +195,9 @@ cores, a test may take milliseconds.
 _TESTS_AT_ONCE = 100
 """Tests before a waiting rank yields its core, some 15 us: with a core per rank the message may arrive by then."""
 
+_TESTS_OF_A_SWAP = 1000
+"""Tests of a swap of messages before its caller waits in the usual way, some 0.3 ms with yields."""
+
 _SPIN_S, _NAP_S = 1e-3, 2e-3
 """Seconds that a rank spins for others in an agreement, and the longest of the naps that follow."""
 
@@ -239,7 +243,7 @@ class MpiRequest:
 
     __slots__ = ("_request", "_x")
 
-    def __init__(self, request: MPI.Request, x: np.ndarray) -> None:
+    def __init__(self, request: MPI.Request, x: object) -> None:
         self._request = request
         self._x = x
 
@@ -391,16 +395,60 @@ class MpiCommunicator:
         """See `Communicator.irecv_up_to`."""
         return MpiRequest(self.mpi.Irecv([x, MPI.BYTE], source, tag), x)
 
-    def swap(self, x: np.ndarray, received: np.ndarray, peer: int, tag: int) -> None:
-        """See `Communicator.swap`; poll at first, because the peer usually calls at the same time."""
-        incoming = self.mpi.Irecv([received, MPI.BYTE], peer, tag)
-        outgoing = self.mpi.Isend([x, MPI.BYTE], peer, tag)
-        for request in (incoming, outgoing):
-            for _ in range(_TESTS_AT_ONCE):
-                if request.Test():
-                    break
-            else:
-                MpiRequest(request, x).wait()
+    def swapper(
+        self, parts: Sequence[np.ndarray], received: np.ndarray | None, peer: int
+    ) -> Callable[[int], Swapping | None]:
+        """See `Communicator.swapper`; what does not change from call to call is prepared here."""
+        isend, irecv = self.mpi.Isend, self.mpi.Irecv
+        sent = [[part, part.size, MPI.BYTE] for part in parts]
+        place = None if received is None else [received, received.size, MPI.BYTE]
+
+        def swap(tag: int) -> Swapping | None:
+            outgoing = [isend(part, peer, tag) for part in sent]  # first: they travel while the receive is posted
+            incoming = None if place is None else arrived(irecv(place, peer, tag))
+            while outgoing and outgoing[-1].Test():
+                outgoing.pop()
+            return None if incoming is None and not outgoing else unfinished(incoming, outgoing)
+
+        def swap_of_one(tag: int) -> Swapping | None:
+            outgoing = isend(part, peer, tag)
+            receive = irecv(place, peer, tag)
+            test = receive.Test
+            try:
+                for _ in at_once:
+                    if test():
+                        incoming = None
+                        break
+                else:
+                    incoming = arrived(receive)
+            except BaseException:
+                receive.Cancel()
+                raise
+            is_sent = outgoing.Test()
+            return None if is_sent and incoming is None else unfinished(incoming, [] if is_sent else [outgoing])
+
+        def arrived(receive: MPI.Request) -> MPI.Request | None:
+            """Return None when the message is here, or ``receive`` after a while."""
+            try:
+                for tests in range(_TESTS_OF_A_SWAP):
+                    if receive.Test():
+                        return None
+                    if tests > _TESTS_AT_ONCE:
+                        os.sched_yield()
+            except BaseException:  # also Ctrl-C: a later message must not be received here
+                receive.Cancel()
+                raise
+            return receive
+
+        def unfinished(incoming: MPI.Request | None, outgoing: Sequence[MPI.Request]) -> Swapping:
+            waits = () if incoming is None else (MpiRequest(incoming, received),)
+            cancel = list if incoming is None else incoming.Cancel
+            return Swapping(waits, [MpiRequest(request, parts) for request in outgoing], cancel)
+
+        if len(sent) != 1 or place is None:
+            return swap
+        part, at_once = sent[0], range(_TESTS_AT_ONCE)
+        return swap_of_one
 
     def takes_note(self, error: Exception) -> bool:
         """See `Communicator.takes_note`; uses ULFM's acknowledgment of failed processes."""

@@ -1,19 +1,48 @@
-"""Exchanges in the memory of a node that are repeated by one kernel call, see `hpcdp.kernels.shm_repeated`."""
+"""Calls that are repeated with little work around a kernel, see `hpcdp.kernels.shm_repeated`.
+
+In the memory of a node such a call is one kernel call (`BoundExchange`). Over hosts it is a kernel call before and
+after each message (`RepeatedRounds`): after a wait Python takes several times as long as usual, because the caches are
+cold.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from .. import kernels
 from ..core import state
 from ..errors import UnsupportedError
-from .communicator import Steps
-from .consistency import Call, InMemory
+from .communicator import LANE_BITS, OPERATION_BITS, Reduction, Steps, Swapping, real_numbers
+from .consistency import Call, Calls, InMemory
+from .message_rounds import (
+    COMPARED,
+    HEADER_NBYTES,
+    MOST_NBYTES,
+    USUAL,
+    WHOLE_NBYTES,
+    ByMessages,
+    Copy,
+    Differs,
+    OtherForm,
+    Routes,
+    first_word,
+    parts_of,
+)
 from .progress import NOT_YET, Operation, PolledOperation, ProgressEngine, RunningTask, run_until_complete
 from .world import World
 
+if TYPE_CHECKING:
+    from ..kernels.shm_repeated import Like
+
 T = TypeVar("T")
+
+FIRST_CALLS = 16
+"""Calls of a world over hosts that are made in the usual way: a program with few calls needs no compiled kernels."""
+
+_NUMBERS = 1 << OPERATION_BITS
 
 SHORT_NBYTES = 1 << 20
 """The longest arrays whose nonblocking exchange begins in the thread of its caller, and is polled there and seldom by
@@ -172,10 +201,193 @@ class _ExchangeInProgress(PolledOperation[T]):
         self.value = finish() if met == done else (yield from usual(ticket))
 
 
-def repeated_barrier(world: World, memory: InMemory, call: Call) -> Callable[[Any, Any], bool]:
-    """Return `BoundExchange.direct_call` of an exchange that only compares ``call``; its objects may be any."""
+def repeated_barrier(world: World, call: Call) -> Callable[[Any, Any], bool] | None:
+    """Return a repeated call that only compares ``call``; its objects may be any. None if it is too early for one."""
+    calls = Calls.of(world)
+    memory = calls.memory
+    if memory is None and (calls.number < FIRST_CALLS or world.size == 1):
+        return None
     repeated = kernels.load("shm_repeated")
+    if memory is None:
+        rounds = len(calls.messages.rounds)
+        nothing = repeated_moves(world, call, Routes([[]] * rounds, [0] * rounds, [], 0), [], None, None, repeated.ANY)
+        return None if nothing is None else nothing.direct_call(world, call)
     words = [memory.memory.size, call.signature, memory.counters.ctypes.data, memory.state.ctypes.data]
     table = repeated.table_of(None, None, repeated.ANY, words)
     exchange = BoundExchange(repeated.bound(repeated.meet_at, table), memory.exchange.DONE, repeated.OTHER, memory)
     return exchange.direct_call(world, call)
+
+
+class RepeatedRounds:
+    """A call by `message_rounds`, ready to be repeated.
+
+    Args:
+        kernel: ``kernel(stage, id(x), id(out))`` does the work before round ``stage``, or after the last one, if both
+            are objects like those of the first call.
+        messages: the messages of the world.
+        sent: the bytes of data that each round sends.
+        received: the bytes that each round receives.
+    """
+
+    def __init__(
+        self, kernel: Callable[[int, int, int], int], messages: ByMessages, sent: Sequence[int], received: Sequence[int]
+    ) -> None:
+        self._kernel, self._messages, self._sent, self._received = kernel, messages, sent, received
+
+    def direct_call(self, world: World, call: Call) -> Callable[[Any, Any], bool]:
+        """Return a function ``run(x, out)`` as `BoundExchange.direct_call` does.
+
+        It also returns False, after an exchange, if some rank has sent data in another form.
+        """
+        kernel, messages = self._kernel, self._messages
+        progress, meetings, protected = ProgressEngine.of(world), world.meetings, state.held
+        watchdog, calls, active = progress.watchdog, progress.calls, progress.active
+        done, different = (getattr(kernels.load("message_rounds"), name) for name in ("DONE", "DIFFERENT"))
+        rounds = []
+        for number, (lane, peer, sends, receives) in enumerate(messages.rounds):
+            sent, received = messages.buffers(number)
+            parts = parts_of(sent[: HEADER_NBYTES + self._sent[number]]) if sends else []
+            swap = messages.comm.swapper(parts, received[:WHOLE_NBYTES] if receives else None, peer)
+            has_rest = receives and HEADER_NBYTES + self._received[number] > WHOLE_NBYTES
+            rounds.append((number + 1, swap, lane, peer, received if has_rest else None))
+        nothing = Swapping((), ())
+
+        def run(x: Any, out: Any) -> bool:
+            if meetings or active.running or (protected and state.protection_of(out) is not None):
+                return False
+            if kernel(0, id(x), id(out)) != done:
+                return False
+            watchdog.calls += 1
+            calls.number += 1
+            messages.number = number = (messages.number + 1) % _NUMBERS  # as `next_tag`
+            tag = number << LANE_BITS
+            for stage, swap, lane, peer, rest in rounds:
+                swapping = swap(tag + lane)
+                if swapping is not None or rest is not None:
+                    wait(swapping or nothing, rest, peer, tag + lane, x)
+                met = kernel(stage, id(x), id(out))
+                if met != done:
+                    give_up(met, stage, tag)
+                    return False
+            return True
+
+        def wait(swapping: Swapping, rest: np.ndarray | None, peer: int, tag: int, x: Any) -> None:
+            watched = call.operation, x
+            watchdog.enter(watched)
+            try:
+                for request in swapping.incoming:
+                    request.wait()
+                if rest is not None:
+                    messages.receive_rest(rest, peer, tag)
+                for request in swapping.outgoing:
+                    request.wait()
+            finally:
+                watchdog.leave(watched)
+
+        def give_up(met: int, stage: int, tag: int) -> None:
+            """Let all ranks know that one has met a message of another call, or in another form."""
+            lane, peer, *_ = messages.rounds[stage - 1]
+            if rounds[stage - 1][-1] is None:
+                messages.receive_rest(messages.buffers(stage - 1)[1], peer, tag + lane)
+            try:
+                messages.run_rounds(call, tag, first=stage, met=Differs() if met == different else OtherForm())
+            except OtherForm:
+                watchdog.calls -= 1
+                calls.number -= 1
+
+        return run
+
+
+def repeated_sum(
+    world: World,
+    call: Call,
+    x: np.ndarray,
+    op: Reduction,
+    bounds: tuple[int, int],
+    out: Like | None,
+    rule: int,
+) -> RepeatedRounds | None:
+    """Return a call that reduces arrays like ``x``, of which this rank gets the elements within ``bounds`` as ``out``.
+
+    ``rule`` is that of `kernels.shm_repeated.table_of`. None if there is no kernel.
+    """
+    numbers = real_numbers(x)
+    width = numbers.size // max(x.size, 1)
+    is_sum = op.named and op.name in ("sum", "mean")
+    if not _is_repeated(world, call) or not is_sum or not 0 < x.nbytes <= MOST_NBYTES:
+        return None
+    kernel, repeated = kernels.load("message_rounds"), kernels.load("shm_repeated")
+    if numbers.dtype not in kernels.load("shm_exchange").DTYPES:
+        return None
+    messages = Calls.of(world).messages
+    heads = _heads(messages, call, [x.nbytes] * len(messages.rounds))
+    begin, size = HEADER_NBYTES, numbers.size
+    memory = np.empty((len(heads), x.nbytes + begin), np.uint8)  # of sums that no message sends
+    stages, mine = [], 0
+    for number, (received, sent, word) in enumerate(heads):
+        target = sent or memory[number].ctypes.data
+        if number == len(messages.rounds):
+            target, size = (-begin, (bounds[1] - bounds[0]) * width) if out is not None else (target, 0)
+        how = kernel.SCALE
+        if number:
+            lane, peer, _, receives = messages.rounds[number - 1]
+            order = kernel.MINE_FIRST if peer > world.rank else kernel.OTHERS_FIRST
+            how = kernel.KEEP if not receives else kernel.TAKE if messages.is_result(lane) else order
+        stages.append([received, sent, word, how, mine + begin, received + begin, target + begin, size])
+        mine = target
+    words = kernel.words_of_stages(stages, (COMPARED, call.signature, USUAL), op.factors(world.size), bounds[0] * width)
+    table = repeated.table_of((x.dtype, x.size, None), out, rule, words)
+    run = repeated.bound(kernel.sum_at, table, dtype=numbers.dtype)
+    run.memory = memory  # type: ignore[attr-defined]
+    nbytes = [x.nbytes] * len(messages.rounds)
+    return RepeatedRounds(run, messages, nbytes, nbytes)
+
+
+def repeated_moves(
+    world: World,
+    call: Call,
+    routes: Routes,
+    kept: Sequence[Copy],
+    x: Like | None,
+    out: Like | None,
+    rule: int,
+    form: int = USUAL,
+) -> RepeatedRounds | None:
+    """Return a call that moves blocks by ``routes``; this rank gets those that are ``kept`` in the array ``out``.
+
+    ``rule`` is that of `kernels.shm_repeated.table_of`. None if there are messages that are too long.
+    """
+    if not _is_repeated(world, call) or routes.longest > MOST_NBYTES:
+        return None
+    kernel, repeated = kernels.load("message_rounds"), kernels.load("shm_repeated")
+    messages = Calls.of(world).messages
+
+    def words_of(copies: Sequence[Copy], place: int, begin: int) -> list[int]:
+        words = [len(copies)]
+        for source, at, to, nbytes in copies:
+            data = 0 if source is None else messages.buffers(source)[1].ctypes.data + HEADER_NBYTES
+            words += [kernel.X if source is None else kernel.MEMORY, data + at, place, begin + to, nbytes]
+        return words
+
+    nbytes = [sum(copy.nbytes for copy in copies) for copies in routes.sent]
+    heads = _heads(messages, call, nbytes)
+    stages = [
+        [*head, *words_of(copies, kernel.MEMORY, head[1] + HEADER_NBYTES)]
+        for head, copies in zip(heads, routes.sent, strict=False)
+    ]
+    stages.append([*heads[-1], *words_of(kept, kernel.OUT, 0)])
+    table = repeated.table_of(x, out, rule, kernel.words_of_stages(stages, (COMPARED, call.signature, form)))
+    return RepeatedRounds(repeated.bound(kernel.move_at, table), messages, nbytes, routes.received)
+
+
+def _is_repeated(world: World, call: Call) -> bool:
+    """Return whether calls like ``call`` are compared by messages, and block."""
+    return world.node_memory.size < world.size and not call.operation.startswith("i")
+
+
+def _heads(messages: ByMessages, call: Call, nbytes: Sequence[int]) -> list[list[int]]:
+    """Return the first three words of all stages, given the bytes of data that each round sends."""
+    received = [0, *(messages.buffers(i)[1].ctypes.data * round_.receives for i, round_ in enumerate(messages.rounds))]
+    sent = [*(messages.buffers(i)[0].ctypes.data * round_.sends for i, round_ in enumerate(messages.rounds)), 0]
+    words = [*(first_word(call.signature, size) for size in nbytes), 0]
+    return [list(head) for head in zip(received, sent, words, strict=True)]

@@ -17,7 +17,18 @@ import numpy as np
 
 from ..core.environment import enter_replica_of_thread
 from ..errors import ConfigError, HpcdpError, MismatchError, WorldAborted
-from .communicator import COMPLETE, Request, Traffic, disagree, disagreement, name_of, reduce_in_order, resolve, split
+from .communicator import (
+    COMPLETE,
+    Request,
+    Swapping,
+    Traffic,
+    disagree,
+    disagreement,
+    name_of,
+    reduce_in_order,
+    resolve,
+    split,
+)
 from .consistency import compare_exchanges
 from .node_messages import Mailbox, words_for
 from .shared_memory import patience_for, raise_failure
@@ -203,10 +214,17 @@ class ThreadCommunicator:
         """See `Communicator.irecv_up_to`."""
         return _ThreadReceive(self._group, (source, self.rank, tag), x, exact=False)
 
-    def swap(self, x: np.ndarray, received: np.ndarray, peer: int, tag: int) -> None:
-        """See `Communicator.swap`."""
-        self.isend(x, peer, tag)
-        self.irecv_up_to(received, peer, tag).wait()
+    def swapper(
+        self, parts: Sequence[np.ndarray], received: np.ndarray | None, peer: int
+    ) -> Callable[[int], Swapping | None]:
+        """See `Communicator.swapper`."""
+
+        def swap(tag: int) -> Swapping | None:
+            for part in parts:
+                self.isend(part, peer, tag)
+            return None if received is None else Swapping([self.irecv_up_to(received, peer, tag)], ())
+
+        return swap
 
     def takes_note(self, error: Exception) -> bool:
         """See `Communicator.takes_note`."""

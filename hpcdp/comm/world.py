@@ -515,11 +515,10 @@ class World:
             return
         with self._all_in(_BARRIER):
             pass
-        memory = Calls.of(self).memory
-        if repeat is None and memory is not None:
+        if repeat is None:
             from .repeated import repeated_barrier
 
-            self.kept[_BARRIER] = repeated_barrier(self, memory, _BARRIER)
+            self.kept[_BARRIER] = repeated_barrier(self, _BARRIER)
 
     def finish(self) -> None:
         """Complete operations that other ranks need; called when a program ends without an error.

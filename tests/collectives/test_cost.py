@@ -197,15 +197,19 @@ def test_memory_is_used_where_it_is_shared(nbytes):
 @pytest.mark.parametrize("sizes", [(1, 1), (1,) * 4, (2, 2), (2,) * 4, (8,) * 4, (4, 3, 1), (64,) * 16])
 def test_over_nodes_the_library_serves_arrays_that_are_not_short_and_hierarchical_long_ones(sizes):
     names, nodes = ALGORITHMS["allreduce"], Topology(sizes)
-    for nbytes in (0, 4, 1024, (1 << 14) - 4):
+    for nbytes in (0, 4, 1024, 16 << 10):
         assert model_choice("allreduce", nbytes, 4, nodes, names) == "recursive_doubling"
-    assert model_choice("allreduce", 1 << 14, 4, nodes, names) == "native"
+    assert model_choice("allreduce", 128 << 10, 4, nodes, names) == "native"
+    assert model_choice("allreduce", 32 << 10, 4, nodes, names, FABRIC) == "native"
     assert model_choice("allreduce", 16 << 20, 4, nodes, names) == "hierarchical"
     assert model_choice("allreduce", 16 << 20, 4, nodes, names, FABRIC) == "native"
-    for collective, short in {"reduce_scatter": 16, "allgather": 2, "broadcast": 2, "reduce": 16}.items():
-        known = ALGORITHMS[collective]
-        assert model_choice(collective, (short << 10) - 4, 4, nodes, known) == "recursive_doubling"
-        assert model_choice(collective, short << 10, 4, nodes, known) == "native"
+    for collective, least, of_all in [
+        ("reduce_scatter", 16, 128), ("allgather", 2, 256), ("broadcast", 2, 128), ("reduce", 16, 128),
+    ]:  # fmt: skip
+        known, short = ALGORITHMS[collective], max(least << 10, (of_all << 10) // sum(sizes))
+        assert model_choice(collective, short, 4, nodes, known) == "recursive_doubling"
+        assert model_choice(collective, short + 4, 4, nodes, known) == "native"
+        assert model_choice(collective, (least << 10) + 4, 4, nodes, known, FABRIC) == "native"
         assert model_choice(collective, 16 << 20, 4, nodes, known) == "native"
 
 
