@@ -1,17 +1,20 @@
 """Messages between two ranks, of arrays whose shape and dtype the receiver need not know.
 
-A message says the shape and dtype of its array. It carries short data as well. Longer data follow in a message of their
-own, which is received in place; inside a node both ranks copy them from process to process instead
-(`comm.node_messages`). Messages from one rank with one tag arrive in the order in which they were sent, whichever of
-them is waited for first, and go to the first receive that was started for them.
+A message says the shape and dtype of its array. It carries short data as well, or the beginning of somewhat longer
+data, of which the rest follows in a second message. Longer data follow in a message of their own, which is received in
+place; inside a node both ranks copy them from process to process instead (`comm.node_messages`). Messages from one rank
+with one tag arrive in the order in which they were sent, whichever of them is waited for first, and go to the first
+receive that was started for them.
 
-A blocking call for arrays like those of an earlier one is a single compiled call if the other rank is in the node.
+A blocking call for arrays like those of an earlier one is a single compiled call if the other rank is in the node, and
+a `short_messages.RepeatedSend` or `RepeatedReceive` elsewhere.
 
 The message of an object (`objects`) names a dtype that no array has, so that neither is received as the other.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,6 +25,7 @@ import numpy as np
 
 from ..comm import World
 from ..comm.communicator import COMPLETE, OPERATION_BITS, Communicator, PolledRequest, Request, StepsTo, make_tag
+from ..comm.message_rounds import WHOLE_NBYTES
 from ..comm.node_messages import KERNEL_SPINS, SPINS, YIELDS, Mailbox, OfferedData
 from ..comm.progress import NOT_YET, Operation, ProgressEngine, TaskGroup
 from ..core.arrays import Array, dtype_of_char, in_kind_of_sender, kind_number
@@ -29,9 +33,11 @@ from ..core.checks import whole_number
 from ..core.state import held, protection_of
 from ..errors import MismatchError
 from .data_movement import ArrayT
+from .short_messages import RepeatedReceive, RepeatedSend, swapped
 from .staging import (
     accepts_tensors,
     apart,
+    are_plain,
     bring_back,
     bytes_of,
     check_array,
@@ -40,25 +46,30 @@ from .staging import (
     movable,
     present,
     ranks_of,
+    with_tensors,
 )
 
-SHORT_NBYTES, SHORT_IN_NODE_NBYTES = 8 << 10, 256 << 10
-"""The longest data that the message with the shape carries, by MPI and inside a node: they are copied, but need no
-second message, and no answer of the receiver.
+SHORT_IN_NODE_NBYTES = 256 << 10
+"""The longest data that the message with the shape carries inside a node: they are copied, but need no second message,
+and no answer of the receiver. By MPI the message has at most `WHOLE_NBYTES`.
 """
 
 _TAG_BITS = OPERATION_BITS + 5
 _MOST_TAG = (1 << _TAG_BITS) - 1
 _DTYPE, _KIND, _AXES, _DATA, _SHAPE = range(5)
 """Words of a message: the dtype, the kind (`kind_number`), the axes, where the data are, and then the shape."""
-_WITHIN, _FOLLOW, _OFFERED = range(3)
-"""Places of the data: in the message, in the next one, or in the memory of the sender (`Mailbox.offerer`)."""
+_WITHIN, _FOLLOW, _OFFERED, _BEGUN = range(4)
+"""Places of the data: in the message, in the next one, in the memory of the sender (`Mailbox.offerer`), or in the
+message, which then has `WHOLE_NBYTES`, and the rest in the next one.
+"""
 _OBJECT = ord("O")
 """In place of a dtype in the message of an object, which is sent as bytes; arrays of NumPy's dtype "O" are refused."""
 _ANY = -1
 _WORD, _MOST_AXES = 8, 64
 _MOST_HEADER = _WORD * (_SHAPE + _MOST_AXES + 1)
 """The longest message without data."""
+_MOST_BEGUN_NBYTES = 2 * WHOLE_NBYTES - _MOST_HEADER
+"""The longest data of which the message carries the beginning."""
 _MOST_KNOWN = 4096
 """The most kinds of messages whose calls a rank keeps."""
 _QUICK = "short messages"
@@ -66,7 +77,6 @@ _QUICK = "short messages"
 _NOTHING: dict[object, Any] = {}
 
 
-@accepts_tensors
 def send(x: Array, dest: int, tag: int = 0, world: World | None = None) -> None:
     """Send ``x`` to rank ``dest``, which calls `recv`; return when ``x`` may change again.
 
@@ -88,6 +98,8 @@ def send(x: Array, dest: int, tag: int = 0, world: World | None = None) -> None:
         push = world.kept.get(_QUICK, _NOTHING).get(("send", dest, tag, x.shape, x.dtype, present.kind))
         if push is not None and push(x):
             return
+    if not are_plain(x):
+        return with_tensors(send, x=x, dest=dest, tag=tag, world=world)
     send_as("send", x, dest, tag, world)
 
 
@@ -141,7 +153,31 @@ def _sent(name: str, x: Array, dest: int, tag: int, world: World, may_poll: bool
         if mailbox is not None and host.nbytes <= SHORT_IN_NODE_NBYTES and not is_object:
             header = _header(host, kind_number(present.kind), _WITHIN)
             _remember(world, ("send", *key), mailbox.pusher(dest, tag, header, host))
+        elif mailbox is None and host.nbytes <= _MOST_BEGUN_NBYTES and not is_object:
+            header = _header(host, kind_number(present.kind), _place_of(host))
+            _remember(world, ("send", *key), _repeated_send(world, dest, tag, header, host))
     return send(host, may_poll), dest
+
+
+def _place_of(x: np.ndarray) -> int:
+    """Return the place of the data in a message of an array like ``x`` by MPI."""
+    if _WORD * (_SHAPE + x.ndim) + x.nbytes < WHOLE_NBYTES:
+        return _WITHIN
+    return _BEGUN if x.nbytes <= _MOST_BEGUN_NBYTES else _FOLLOW
+
+
+def _tags(comm: Communicator, tag: int) -> tuple[int, int]:
+    """Return the tags of a message and of data that follow."""
+    return _tag(comm, tag, 0), _tag(comm, tag, 1)
+
+
+def _repeated_send(world: World, dest: int, tag: int, header: np.ndarray, like: np.ndarray) -> RepeatedSend:
+    progress = ProgressEngine.of(world)
+
+    def wait(requests: Sequence[Request], x: np.ndarray) -> None:
+        progress.run(f"send to rank {dest}", _when_complete(requests), x, [dest])
+
+    return RepeatedSend(world.comm, dest, _tags(world.comm, tag), header, like, wait)
 
 
 def _remember(world: World, key: object, call: Callable[..., Any]) -> None:
@@ -162,15 +198,18 @@ def _sender_of(
 ) -> Callable[[np.ndarray, bool], list[Request]]:
     """Return a function ``send(x, may_poll)`` for arrays like ``x``, contiguous and in host memory; see `_sent`."""
     comm, mailbox, kind = world.comm, _mailbox_of(world, dest), kind_number(present.kind)
-    is_short = x.nbytes <= (SHORT_NBYTES if mailbox is None else SHORT_IN_NODE_NBYTES)
-    number, data_number = (_tag(comm, tag, is_data) for is_data in (0, 1))
-    header = _header(x, kind, _WITHIN if is_short else _FOLLOW, is_object)
+    is_short, place = x.nbytes <= SHORT_IN_NODE_NBYTES, _place_of(x)
+    number, data_number = _tags(comm, tag)
+    header = _header(x, kind, place if mailbox is None else _WITHIN if is_short else _FOLLOW, is_object)
     head = header.tobytes()
 
     def by_mpi(x: np.ndarray, may_poll: bool) -> list[Request]:
-        data = [] if is_short else [comm.isend(bytes_of(x), dest, data_number)]
-        message = np.frombuffer(head + x.tobytes() if is_short else head, np.uint8)
-        return [*data, comm.isend_whole(message, dest, number)]
+        if place == _FOLLOW:
+            data = comm.isend(bytes_of(x), dest, data_number)
+            return [data, comm.isend_whole(np.frombuffer(head, np.uint8), dest, number)]
+        message = np.frombuffer(head + x.tobytes(), np.uint8)
+        first = comm.isend_whole(message[:WHOLE_NBYTES], dest, number)
+        return [first] if place == _WITHIN else [first, comm.isend(message[WHOLE_NBYTES:], dest, data_number)]
 
     if mailbox is None:
         return by_mpi
@@ -209,7 +248,7 @@ def _wait_for_sent(requests: list[Request], x: Array, dest: int, world: World) -
             return
 
 
-def _when_complete(requests: list[Request], value: Any = None) -> StepsTo[Any]:
+def _when_complete(requests: Sequence[Request], value: Any = None) -> StepsTo[Any]:
     yield requests
     return value
 
@@ -235,7 +274,6 @@ def recv(out: None = None, *, source: None, tag: int = 0, world: World | None = 
 def recv(out: ArrayT, source: int = 0, tag: int = 0, world: World | None = None) -> ArrayT: ...
 @overload
 def recv(out: ArrayT, source: None, tag: int = 0, world: World | None = None) -> tuple[ArrayT, int]: ...
-@accepts_tensors
 def recv(out: Array | None = None, source: int | None = 0, tag: int = 0, world: World | None = None) -> Any:
     """Receive an array that rank ``source`` sends, or any rank.
 
@@ -260,6 +298,8 @@ def recv(out: Array | None = None, source: int | None = 0, tag: int = 0, world: 
         take = world.kept.get(_QUICK, _NOTHING).get(("recv", source, tag, out.shape, out.dtype))
         if take is not None and not (held and protection_of(out)) and take(out):
             return out
+    if not are_plain(out):
+        return with_tensors(recv, out=out, source=source, tag=tag, world=world)
     known = _known_receive(out, source, tag, world)
     if known is not None and (taken := known.take(out, source)) is not None:
         return taken.wait(world)
@@ -414,7 +454,14 @@ class _Receiving:
     def _remember(self, received: Array) -> None:
         """Let a kernel receive arrays like this one from now on."""
         mailbox = _mailbox_of(self._world, self._source)
-        if mailbox is None or type(received) is not np.ndarray or not received.flags.carray:
+        if received is None or type(received) is not np.ndarray or not received.flags.carray:
+            return
+        if mailbox is None:
+            if self._out is not None and self._source is not None and received.nbytes <= _MOST_BEGUN_NBYTES:
+                quick_key = "recv", self._source, self._tag, received.shape, received.dtype
+                if quick_key not in self._world.kept.get(_QUICK, _NOTHING):
+                    repeated = _repeated_receive(self._world, self._source, self._tag, received)
+                    _remember(self._world, quick_key, repeated)
             return
         known: dict[object, _Known] = self._world.keep(_known_receive, dict)
         shape, dtype, is_short = received.shape, received.dtype, received.nbytes <= SHORT_IN_NODE_NBYTES
@@ -527,7 +574,6 @@ def sendrecv(x: Array, dest: int, source: int, out: ArrayT, tag: int = 0, world:
 def sendrecv(
     x: Array, dest: int, source: None, out: ArrayT, tag: int = 0, world: World | None = None
 ) -> tuple[ArrayT, int]: ...
-@accepts_tensors
 def sendrecv(
     x: Array, dest: int, source: int | None, out: Array | None = None, tag: int = 0, world: World | None = None
 ) -> Any:
@@ -558,13 +604,15 @@ def sendrecv(
                 return out
             if is_sent:
                 return _Receiving("sendrecv", out, source, tag, world).run()
+    if not are_plain(x, out):
+        return with_tensors(sendrecv, x=x, dest=dest, source=source, out=out, tag=tag, world=world)
     x = apart(x, out)
     known = _known_receive(out, source, tag, world)
     # Raises before anything is sent.
     receiving = None if known is not None else _Receiving("sendrecv", out, source, tag, world)
     requests, dest = _sent("sendrecv", x, dest, tag, world)
-    if key is not None and swap is None and known is not None and not requests:
-        _remember_swap(key, x, out, known, world)
+    if key is not None and swap is None:
+        _remember_swap(key, x, out, None if requests else known, world)
     taken = None if known is None else known.take(out, source, sent=requests)
     if taken is not None:
         received = taken.wait(world)
@@ -575,11 +623,21 @@ def sendrecv(
     return received
 
 
-def _remember_swap(key: tuple[Any, ...], x: np.ndarray, out: Any, known: _Known, world: World) -> None:
-    """Let a `sendrecv` with this key be a single call of a kernel, if both messages are short and in the node."""
+def _remember_swap(key: tuple[Any, ...], x: np.ndarray, out: Any, known: _Known | None, world: World) -> None:
+    """Let a `sendrecv` with this key be a single call of a kernel, if both messages are short and in the node.
+
+    Over hosts it is a `RepeatedSend` and a `RepeatedReceive`.
+    """
     (dest, source, tag), mailbox = key[:3], _mailbox_of(world, key[0])
+    if mailbox is _mailbox_of(world, source) is None:
+        quick = world.kept.get(_QUICK, _NOTHING)
+        push = quick.get(("send", dest, tag, x.shape, x.dtype, present.kind))
+        take = quick.get(("recv", source, tag, out.shape, out.dtype))
+        if push is not None and take is not None:
+            _remember(world, key, partial(swapped, push, take))
+        return
     is_short = max(x.nbytes, out.nbytes) <= SHORT_IN_NODE_NBYTES
-    if mailbox is None or mailbox is not _mailbox_of(world, source) or not is_short:
+    if mailbox is None or known is None or mailbox is not _mailbox_of(world, source) or not is_short:
         return
     headers = _header(x, kind_number(present.kind), _WITHIN), _header(out, _ANY, _WITHIN)
     before = known.inbox.waiting, known.active
@@ -620,6 +678,36 @@ def isendrecv(
     return ProgressEngine.of(world).start(name, steps(), x, receiving.peers)
 
 
+def _repeated_receive(world: World, source: int, tag: int, like: np.ndarray) -> RepeatedReceive:
+    inbox: _Inbox = world.kept[_Inbox, tag]
+    name, progress = f"recv from rank {source}", ProgressEngine.of(world)
+    before = inbox.waiting, progress.active
+
+    def wait(requests: Sequence[Request], x: np.ndarray) -> None:
+        progress.run(name, _when_complete(requests), x, [source])
+
+    def other(called: str, message: np.ndarray, out: np.ndarray) -> None:
+        receive = _Receive(called, out, source)
+        receive.match(inbox, source, message[: _length_of(message)], COMPLETE)
+        assert receive.request is not None
+        wait([receive.request], out)
+        receive.result(with_sender=False)
+
+    header = _header(like, _ANY, _place_of(like))
+    return RepeatedReceive(world.comm, source, _tags(world.comm, tag), header, like, before, wait, other)
+
+
+def _length_of(message: np.ndarray) -> int:
+    """Return the bytes of the message that begins with ``message``, of which at most `WHOLE_NBYTES` have come."""
+    words = message[:_MOST_HEADER].view(np.int64)
+    axes = int(words[_AXES])
+    begin = _WORD * (_SHAPE + axes)
+    if words[_DATA] in (_FOLLOW, _OFFERED):
+        return begin
+    itemsize = 1 if words[_DTYPE] == _OBJECT else dtype_of_char(chr(words[_DTYPE])).itemsize
+    return min(begin + math.prod(words[_SHAPE : _SHAPE + axes].tolist()) * itemsize, WHOLE_NBYTES)
+
+
 class _Receive:
     """A receive that has been started; its message is here once `request` is set."""
 
@@ -633,13 +721,19 @@ class _Receive:
     def match(self, inbox: _Inbox, sender: int, message: np.ndarray, request: Request) -> None:
         """Take the message that has arrived from ``sender``; receive its data if they are elsewhere."""
         self.source, self._message, self.request = sender, message, request
-        if message.size > _MOST_HEADER:
+        if _MOST_HEADER < message.size < WHOLE_NBYTES:
             return
-        request.wait()  # such a short message is complete at once
+        request.wait()  # such a message is complete at once, or soon
         where = _words(message)[_DATA]
-        if where != _WITHIN:
-            data = bytes_of(self._memory())
-            self.request = inbox.data_of(message, data, sender, where == _OFFERED)
+        if where == _WITHIN:
+            return
+        data = bytes_of(self._memory())
+        if where == _BEGUN:
+            head = _WORD * (_SHAPE + int(_words(message)[_AXES]))
+            first = message.size - head
+            data[:first] = message[head:]
+            data = data[first:]
+        self.request = inbox.data_of(message, data, sender, where == _OFFERED)
 
     def _memory(self) -> np.ndarray:
         """Return the memory for the array that the message describes: ``out`` itself if possible."""

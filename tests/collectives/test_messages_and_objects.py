@@ -507,3 +507,38 @@ def test_a_receive_into_memory_that_ranks_share_is_refused_also_when_repeated():
         hpcdp.barrier(world)
 
     thread_comm.run(2, rank)
+
+
+@pytest.mark.parametrize("count", [0, 3, 15_351, 15_355, 15_356, 15_360, 16_384, 30_000, 40_000])
+def test_messages_between_nodes_are_sent_again_and_others_come_between(count):
+    def rank(world):
+        me, other = world.rank, 1 - world.rank
+        x, out, small = np.arange(count, dtype=np.float32) + me, np.empty(count, np.float32), np.empty(2, np.int64)
+        expected = np.arange(count) + other
+        for call in range(4):
+            for sends in (me == 0, me == 1):
+                if sends:
+                    hpcdp.send(x, other, 1, world)
+                    hpcdp.send(np.full(2, call), other, 1, world)
+                else:
+                    assert (hpcdp.recv(out, other, 1, world) == expected).all()
+                    assert (hpcdp.recv(small, other, 1, world) == call).all()
+            out.fill(0)
+            assert (hpcdp.sendrecv(x, other, other, out, 2, world) == expected).all()
+        hpcdp.send(np.full(2, 7), other, 1, world)
+        hpcdp.send(x, other, 1, world)
+        with pytest.raises(MismatchError, match="out"):
+            hpcdp.recv(out, other, 1, world)  # of another shape than the messages before
+        with pytest.raises(MismatchError, match="out"):
+            hpcdp.recv(small, other, 1, world)
+        with pytest.raises(MismatchError, match=r"^sendrecv"):
+            if me == 0:
+                hpcdp.send(small, other, 2, world)
+                hpcdp.sendrecv(small, other, other, small, 2, world)
+            else:
+                hpcdp.sendrecv(x, other, other, out, 2, world)
+                hpcdp.send(x, other, 2, world)
+        small, out = np.empty(2, np.int64), np.empty(count, np.float32)
+        assert (hpcdp.sendrecv(x, other, other, out, 1, world) == expected).all()
+
+    thread_comm.run(2, rank, 1)
