@@ -33,9 +33,9 @@ log2 n steps every rank has the whole sum, so no result is sent back::
     distance 2       0 <-----------------> 2                   the sum of all
                                 1 <-----------------> 3
 
-A reduce or reduce-scatter keeps a part of the sum. In a broadcast only ranks that have the array send it, and in an
-allgather each rank sends the shards that it has; if these do not fit in a message, or the ranks are many, each sends
-zeros for what it lacks.
+Of a reduce or reduce-scatter, messages have only what is on the way to the ranks that receive it. In a broadcast only
+ranks that have the array send it, and in an allgather each sends the shards that it has; if these do not fit in a
+message, or the ranks are many, each sends zeros for what it lacks.
 
 Each message starts with the signature of the call, so the same messages detect mismatched calls; between nodes all
 other algorithms need a comparison first (`hpcdp.comm.message_rounds`, which also describes the ranks beyond a power of
@@ -61,7 +61,7 @@ import numpy as np
 from ..comm import Reduction, World
 from ..comm.communicator import MERGED, Messages, Steps, bounds, split
 from ..comm.consistency import Call, Calls
-from ..comm.message_rounds import MOST_NBYTES, Block, Carried, Copy, Routed, Routes, routes_of
+from ..comm.message_rounds import MOST_NBYTES, Block, Carried, Copy, Part, Routed, Routes, routes_of
 from ..comm.progress import in_lanes, messages, together
 from ..comm.repeated import RepeatedRounds, repeated_moves, repeated_sum
 from ..core.arrays import Array, array_namespace
@@ -204,8 +204,14 @@ class Combined(NamedTuple):
     """Writes the result."""
 
 
-def _reduced(total: np.ndarray, op: Reduction, world: World, finish: Callable[[], None]) -> Combined:
-    return Combined(Calls.of(world).messages.sums(total, op), finish)
+def _reduced(
+    total: np.ndarray,
+    op: Reduction,
+    world: World,
+    finish: Callable[[], None],
+    parts: Sequence[Part] | None = None,
+) -> Combined:
+    return Combined(Calls.of(world).messages.sums(total, op, parts), finish)
 
 
 def of_allreduce(x: np.ndarray, op: Reduction, world: World) -> Combined:
@@ -216,15 +222,22 @@ def of_allreduce(x: np.ndarray, op: Reduction, world: World) -> Combined:
 
 def of_reduce(x: np.ndarray, op: Reduction, root: int, world: World) -> Combined:
     """Return a reduce of ``x``, shape ``(count,)``, in place on ``root``; elsewhere it is unchanged."""
-    if world.rank == root:
-        return of_allreduce(x, op, world)
-    return _reduced(op.widened(x.copy()), op, world, lambda: None)
+    is_root = world.rank == root
+    total = op.widened(x if is_root else x.copy())
+    finish = (lambda: op.finish(total, world.size, x)) if is_root else lambda: None
+    return _reduced(total, op, world, finish, [Part(0, x.size, root)])
 
 
 def of_reduce_scatter(x: np.ndarray, out: np.ndarray, op: Reduction, world: World) -> Combined:
     """Return a reduce-scatter of ``x``, shape ``(count,)``, with this rank's shard in ``out``; x is overwritten."""
-    total = op.widened(x)
-    return _reduced(total, op, world, lambda: op.finish(split(total, world.size)[world.rank], world.size, out))
+    total, n = op.widened(x), world.size
+    return _reduced(total, op, world, lambda: op.finish(split(total, n)[world.rank], n, out), _shards(x.size, n))
+
+
+def _shards(count: int, n: int) -> list[Part] | None:
+    """Return the parts of a reduce-scatter; None if there are too many to look at."""
+    ends = bounds(count, n)
+    return [Part(ends[r], ends[r + 1], r) for r in range(n)] if n <= _MOST_ROUTED_RANKS else None
 
 
 def of_allgather(out: np.ndarray, world: World) -> Combined:
@@ -341,20 +354,21 @@ def _then_finished(machine: Steps, combined: Combined) -> Steps:
 
 def bound_allreduce(x: np.ndarray, op: Reduction, world: World, call: Call) -> RepeatedRounds | None:
     """Return ``run(x, x)`` that is an `allreduce` by recursive doubling; None if there is none."""
-    return repeated_sum(world, call, x, op, (0, x.size), (x.dtype, x.size, None), 0)
+    return repeated_sum(world, call, x, op, [Part(0, x.size, None)], 0, (x.dtype, x.size, None), 0)
 
 
 def bound_reduce(x: np.ndarray, op: Reduction, root: int, world: World, call: Call) -> RepeatedRounds | None:
     """Return ``run(x, out)`` that is a `reduce` of arrays like ``x`` into the ``out`` of ``root``."""
     out = (x.dtype, x.size, None) if world.rank == root else None
-    return repeated_sum(world, call, x, op, (0, x.size), out, 0)
+    return repeated_sum(world, call, x, op, [Part(0, x.size, root)], 0, out, 0)
 
 
 def bound_reduce_scatter(x: np.ndarray, op: Reduction, world: World, call: Call) -> RepeatedRounds | None:
     """Return ``run(x, out)`` that is a `reduce_scatter` of arrays like ``x``, which stay unchanged."""
     first, last = bounds(x.size, world.size)[world.rank : world.rank + 2]
     out = x.dtype, last - first, (last - first,)
-    return repeated_sum(world, call, x, op, (first, last), out, -1)
+    parts = _shards(x.size, world.size)
+    return None if parts is None else repeated_sum(world, call, x, op, parts, first, out, -1)
 
 
 def bound_broadcast(x: np.ndarray, root: int, world: World, call: Call) -> RepeatedRounds | None:

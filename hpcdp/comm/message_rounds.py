@@ -23,7 +23,7 @@ the ranks know each other's counts from it. If a rank makes a first call meanwhi
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -62,7 +62,7 @@ class Round(NamedTuple):
 
 def rounds_of(rank: int, n: int) -> list[Round]:
     """Return the rounds of ``rank`` in their order."""
-    p = 1 << n.bit_length() - 1
+    p = power_of_two(n)
     if rank >= p:
         return [Round(_FOLD, rank - p, True, False), Round(_RESULT, rank - p, False, True)]
     rounds = [Round(_RESULT + 1 + bit, rank ^ 1 << bit, True, True) for bit in range(p.bit_length() - 1)]
@@ -105,39 +105,87 @@ class Nothing:
 NOTHING = Nothing()
 
 
+class Part(NamedTuple):
+    """A part of an array that ranks reduce."""
+
+    first: int
+    last: int
+    receiver: int | None
+    """The rank that receives its sum; None if all do."""
+
+
 class Sum:
     """An array that all ranks reduce, in place; the lower rank's operand is first, so all get the same bits.
 
-    A mean is not divided.
+    A mean is not divided. A message has only the parts that it brings nearer to their receivers, and only there are
+    the sums of these parts complete.
 
     Args:
         total: shape ``(count,)``, at most `MOST_NBYTES` bytes.
         op: the reduction.
         rank: this rank.
-        rounds: its rounds.
+        n: the number of ranks.
+        parts: the parts of ``total``; default all of it, for all ranks.
     """
 
-    def __init__(self, total: np.ndarray, op: Reduction, rank: int, rounds: Sequence[Round]) -> None:
-        self._total, self._op, self._rank, self._rounds = total, op, rank, rounds
+    def __init__(
+        self, total: np.ndarray, op: Reduction, rank: int, n: int, parts: Sequence[Part] | None = None
+    ) -> None:
+        self._op, self._rank = op, rank
+        self._rounds = rounds_of(rank, n)
+        self._total, self._parts = total, parts or [Part(0, total.size, None)]
+        self._p = power_of_two(n)
+
+    def _on_the_way(self, number: int, sends: bool) -> Iterator[tuple[np.ndarray, int]]:
+        """Return the parts that the message of a round has, and where each begins in it, in bytes."""
+        at = 0
+        for part in parts_on_the_way(self._parts, self._rounds[number], self._rank, self._p, sends):
+            values = self._total[part.first : part.last]
+            yield values, at
+            at += values.nbytes
 
     def write(self, number: int, body: np.ndarray) -> int:
         """See `Carried.write`."""
-        nbytes = self._total.nbytes
-        body[:nbytes].view(self._total.dtype)[...] = self._total
+        nbytes = 0
+        for values, at in self._on_the_way(number, sends=True):
+            nbytes = at + values.nbytes
+            body[at:nbytes].view(values.dtype)[...] = values
         return nbytes
 
     def read(self, number: int, body: np.ndarray) -> None:
         """See `Carried.read`."""
-        total, other = self._total, body[: self._total.nbytes].view(self._total.dtype)
         lane, peer, *_ = self._rounds[number]
-        if lane == _RESULT:
-            total[...] = other
-        # Do not write to the sent buffer: the other core has just read it, and each cache line would be fetched again.
-        elif peer > self._rank:
-            self._op.into(total, other)
-        else:
-            self._op.into(other, total)
-            total[...] = other
+        for values, at in self._on_the_way(number, sends=False):
+            other = body[at : at + values.nbytes].view(values.dtype)
+            if lane == _RESULT:
+                values[...] = other
+            # Do not write to the sent buffer: the other core has just read it, and would fetch each line again.
+            elif peer > self._rank:
+                self._op.into(values, other)
+            else:
+                self._op.into(other, values)
+                values[...] = other
+
+
+def parts_on_the_way(parts: Sequence[Part], round_: Round, rank: int, p: int, sends: bool) -> list[Part]:
+    """Return the parts that the message has which ``rank`` sends, or receives, in a round."""
+    if not (round_.sends if sends else round_.receives):
+        return []
+    to = round_.peer if sends else rank
+    return [part for part in parts if part.receiver is None or _leads(round_.lane, to, part.receiver, p)]
+
+
+def power_of_two(n: int) -> int:
+    """Return the largest power of two up to ``n``."""
+    return 1 << n.bit_length() - 1
+
+
+def _leads(lane: int, peer: int, receiver: int, p: int) -> bool:
+    """Return whether a message to ``peer`` is on the way to ``receiver``, given what the rounds before have done."""
+    if lane in (_FOLD, _RESULT):
+        return lane == _FOLD or peer == receiver
+    low = (1 << lane - _RESULT) - 1  # earlier rounds have gone through all lower bits
+    return receiver % p & low == peer & low
 
 
 class Block(NamedTuple):
@@ -181,7 +229,7 @@ def routes_of(blocks: Sequence[Block], firsts: Sequence[int], rank: int, n: int)
         rank: this rank.
         n: the number of ranks.
     """
-    p = 1 << n.bit_length() - 1
+    p = power_of_two(n)
     rounds = [rounds_of(r, n) for r in range(n)]
     held = [[number for number, block in enumerate(blocks) if block.source == r] for r in range(n)]
     places = [
@@ -195,7 +243,7 @@ def routes_of(blocks: Sequence[Block], firsts: Sequence[int], rank: int, n: int)
         for r in range(n):
             for round_ in rounds[r]:
                 if round_.lane == lane and round_.sends:
-                    wanted = _behind(lane, round_.peer, p, n)
+                    wanted = sum(1 << other for other in range(n) if _leads(lane, round_.peer, other, p))
                     numbers = [number for number in held[r] if blocks[number].receivers & wanted]
                     messages.append((r, round_.peer, numbers))
         own = next((i for i, round_ in enumerate(rounds[rank]) if round_.lane == lane), 0)
@@ -216,16 +264,6 @@ def routes_of(blocks: Sequence[Block], firsts: Sequence[int], rank: int, n: int)
                 for number, end in zip(numbers, ends, strict=False):
                     places[number] = places[number] or Copy(own, end, 0, blocks[number].nbytes)
     return Routes(sent, received, places, longest)
-
-
-def _behind(lane: int, peer: int, p: int, n: int) -> int:
-    """Return the ranks, as bits, to which messages to ``peer`` lead in the rounds from this one on."""
-    if lane == _FOLD:
-        return (1 << n) - 1
-    if lane == _RESULT:
-        return 1 << peer
-    low = (1 << lane - _RESULT) - 1  # earlier rounds have gone through all lower bits
-    return sum(1 << r for r in range(n) if r % p & low == peer & low)
 
 
 class Routed:
@@ -271,10 +309,12 @@ class ByMessages:
         self._tickets = self._served = 0
         self._buffers: list[np.ndarray] = []
 
-    def sums(self, total: np.ndarray, op: Reduction) -> list[Sum]:
-        """Return what reduces ``total``, shape ``(count,)``, in place; long arrays in pieces."""
-        pieces = split(total, max(1, -(-total.nbytes // MOST_NBYTES)))
-        return [Sum(piece, op, self.comm.rank, self.rounds) for piece in pieces]
+    def sums(self, total: np.ndarray, op: Reduction, parts: Sequence[Part] | None = None) -> list[Sum]:
+        """Return what reduces ``total``, shape ``(count,)``, in place; a long array in pieces, each for all ranks."""
+        rank, n = self.comm.rank, self.comm.size
+        if total.nbytes <= MOST_NBYTES:
+            return [Sum(total, op, rank, n, parts)]
+        return [Sum(piece, op, rank, n) for piece in split(total, -(-total.nbytes // MOST_NBYTES))]
 
     def agree(self, call: Call, carried: Sequence[Carried] = (NOTHING,)) -> None:
         """Block until every rank has made ``call``, and exchange what is ``carried``, one after another.

@@ -8,6 +8,7 @@ cold.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -27,9 +28,12 @@ from .message_rounds import (
     Copy,
     Differs,
     OtherForm,
+    Part,
     Routes,
     first_word,
     parts_of,
+    parts_on_the_way,
+    power_of_two,
 )
 from .progress import NOT_YET, Operation, PolledOperation, ProgressEngine, RunningTask, run_until_complete
 from .world import World
@@ -303,44 +307,80 @@ def repeated_sum(
     call: Call,
     x: np.ndarray,
     op: Reduction,
-    bounds: tuple[int, int],
+    parts: Sequence[Part],
+    first: int,
     out: Like | None,
     rule: int,
 ) -> RepeatedRounds | None:
-    """Return a call that reduces arrays like ``x``, of which this rank gets the elements within ``bounds`` as ``out``.
+    """Return a call that reduces ``parts`` of arrays like ``x``, in ``op``.
 
-    ``rule`` is that of `kernels.shm_repeated.table_of`. None if there is no kernel.
+    Args:
+        world: the ranks.
+        call: the call.
+        x: an array like those that are reduced.
+        op: the reduction.
+        parts: the parts.
+        first: the element of ``x`` with which what this rank receives begins.
+        out: what the array that receives is like; None if there is none.
+        rule: see `kernels.shm_repeated.table_of`.
+
+    Returns:
+        The call; None if there is no kernel.
     """
-    numbers = real_numbers(x)
-    width = numbers.size // max(x.size, 1)
+    numbers, rank, n = real_numbers(x), world.rank, world.size
     is_sum = op.named and op.name in ("sum", "mean")
     if not _is_repeated(world, call) or not is_sum or not 0 < x.nbytes <= MOST_NBYTES:
         return None
     kernel, repeated = kernels.load("message_rounds"), kernels.load("shm_repeated")
     if numbers.dtype not in kernels.load("shm_exchange").DTYPES:
         return None
-    messages = Calls.of(world).messages
-    heads = _heads(messages, call, [x.nbytes] * len(messages.rounds))
-    begin, size = HEADER_NBYTES, numbers.size
-    memory = np.empty((len(heads), x.nbytes + begin), np.uint8)  # of sums that no message sends
-    stages, mine = [], 0
-    for number, (received, sent, word) in enumerate(heads):
-        target = sent or memory[number].ctypes.data
-        if number == len(messages.rounds):
-            target, size = (-begin, (bounds[1] - bounds[0]) * width) if out is not None else (target, 0)
-        how = kernel.SCALE
+    messages, p, size = Calls.of(world).messages, power_of_two(n), x.itemsize
+    rounds = messages.rounds
+    memory = np.empty((len(rounds) + 1, x.nbytes), np.uint8)  # of sums that are not in a message
+    sent = [_places(parts_on_the_way(parts, round_, rank, p, sends=True), size) for round_ in rounds]
+    received = [_places(parts_on_the_way(parts, round_, rank, p, sends=False), size) for round_ in rounds]
+    nbytes = [[sum(part.last - part.first for part in places) * size for places in side] for side in (sent, received)]
+    heads, stages = _heads(messages, call, nbytes[0]), []
+    mine = {part: (kernel.X, part.first * size) for part in parts}
+    for number, head in enumerate(heads):
+        words: list[int] = []
         if number:
-            lane, peer, _, receives = messages.rounds[number - 1]
-            order = kernel.MINE_FIRST if peer > world.rank else kernel.OTHERS_FIRST
-            how = kernel.KEEP if not receives else kernel.TAKE if messages.is_result(lane) else order
-        stages.append([received, sent, word, how, mine + begin, received + begin, target + begin, size])
-        mine = target
-    words = kernel.words_of_stages(stages, (COMPARED, call.signature, USUAL), op.factors(world.size), bounds[0] * width)
-    table = repeated.table_of((x.dtype, x.size, None), out, rule, words)
+            mine = dict.fromkeys(received[number - 1], (kernel.MEMORY, 0)) | mine  # a part may come back as a sum
+        for part in list(mine):
+            how, others, is_sent = kernel.SCALE if number == 0 else kernel.KEEP, 0, False
+            if number and part in received[number - 1]:
+                lane, peer, *_ = rounds[number - 1]
+                order = kernel.MINE_FIRST if peer > rank else kernel.OTHERS_FIRST
+                how = kernel.TAKE if messages.is_result(lane) else order
+                others = messages.buffers(number - 1)[1].ctypes.data + HEADER_NBYTES + received[number - 1][part]
+            if number < len(rounds):
+                place, is_sent = kernel.MEMORY, part in sent[number]
+                if how == kernel.KEEP and not is_sent:
+                    continue
+                message = messages.buffers(number)[0].ctypes.data + HEADER_NBYTES
+                to = message + sent[number][part] if is_sent else memory[number].ctypes.data + part.first * size
+            elif out is not None and part.receiver in (None, rank):
+                place, to = kernel.OUT, (part.first - first) * size
+            else:
+                continue
+            words += [how, *mine[part], others, place, to, (part.last - part.first) * (size // numbers.itemsize)]
+            mine[part] = place, to
+            if is_sent and part.receiver is not None:  # from here on another rank has its sum
+                del mine[part]
+        stages.append([*head, len(words) // 7, *words])
+    table = repeated.table_of(
+        (x.dtype, x.size, None), out, rule,
+        kernel.words_of_stages(stages, (COMPARED, call.signature, USUAL), op.factors(n)),
+    )  # fmt: skip
     run = repeated.bound(kernel.sum_at, table, dtype=numbers.dtype)
     run.memory = memory  # type: ignore[attr-defined]
-    nbytes = [x.nbytes] * len(messages.rounds)
-    return RepeatedRounds(run, messages, nbytes, nbytes)
+    return RepeatedRounds(run, messages, *nbytes)
+
+
+def _places(parts: Sequence[Part], itemsize: int) -> dict[Part, int]:
+    """Return where each part begins in a message that has these, in bytes after the header."""
+    ends = accumulate(((part.last - part.first) * itemsize for part in parts), initial=0)
+    return dict(zip(parts, ends, strict=False))
 
 
 def repeated_moves(

@@ -29,28 +29,24 @@ SCALE, KEEP, MINE_FIRST, OTHERS_FIRST, TAKE = range(5)
 the received one.
 """
 
-_STAGES, _MASK, _SIGNATURE, _FORM, _FACTORS, _FIRST, _HEAD = 0, 1, 2, 3, 4, 7, 8
+_STAGES, _MASK, _SIGNATURE, _FORM, _FACTORS, _HEAD = 0, 1, 2, 3, 4, 7
 """Words of a table: where the list of the stages' places begins; the bits of a message's first word that are equal in
-equal calls, their value, and the second word; and for sums three factors and the first element of the result.
+equal calls, their value, and the second word; and for sums three factors.
 """
 _RECEIVED, _SENT, _WORD = range(3)
 """Words of a stage: the addresses of the received message and of the one to send, 0 for none, and the latter's first
-word. Then, of moves, the number of copies and for each five words: place and position from where, place and position to
-where, and the bytes. Of a sum `_HOW` it is made, the addresses of the sum before, of the received one, and of the new
-one (0: in the array that receives), and its number of elements.
+word. Then the number of its copies or sums. A copy has five words: place and position from where, place and position to
+where, and the bytes. A sum has seven: how it is made, place and position of the sum before, the address of the received
+one, place and position of the new one, and the number of elements.
 """
-_HOW, _MINE, _OTHERS, _TARGET, _SIZE = 3, 4, 5, 6, 7
 
 
 def words_of_stages(
-    stages: Sequence[Sequence[int]],
-    header: tuple[int, int, int],
-    factors: Sequence[float] = (1, 1, 1),
-    first: int = 0,
+    stages: Sequence[Sequence[int]], header: tuple[int, int, int], factors: Sequence[float] = (1, 1, 1)
 ) -> np.ndarray:
     """Return the further words of a table, see `shm_repeated.table_of`; ``header`` are `_MASK` and the two after it."""
     places = [_HEAD + end for end in accumulate((len(stage) for stage in stages), initial=len(stages))]
-    head = [_HEAD, *header, *np.array(factors, np.float64).view(np.int64).tolist(), first]
+    head = [_HEAD, *header, *np.array(factors, np.float64).view(np.int64).tolist()]
     return np.array([*head, *places[:-1], *(word for stage in stages for word in stage)], np.int64)
 
 
@@ -119,27 +115,28 @@ def sum_at(table, one, stage, x, out):  # type: ignore[no-untyped-def]
     met = _checked(words, stage)
     if met != DONE:
         return met
-    at = words[words[_STAGES] + stage]
+    at = words[words[_STAGES] + stage] + _WORD + 1
     factors = words[_FACTORS : _FACTORS + 3].view(np.float64)
-    how, size, kind = words[at + _HOW], words[at + _SIZE], type(one)
-    is_result = words[at + _TARGET] == 0
-    target = carray(_pointer(out_at if is_result else words[at + _TARGET]), (size,), kind)
-    if how == SCALE:
-        _scaled_copy(target, carray(_pointer(x_at), (size,), kind), kind(factors[0]))
-        return DONE
-    skipped = words[_FIRST] * target.itemsize if is_result else np.int64(0)
-    mine = carray(_pointer(words[at + _MINE] + skipped), (size,), kind)
-    other = carray(_pointer(words[at + _OTHERS] + skipped), (size,), kind)
-    if how == KEEP:
-        _copy(target, mine)
-    elif how == TAKE:
-        _copy(target, other)
-    elif how == MINE_FIRST:
-        for i in range(size):
-            target[i] = mine[i] + other[i]
-    else:
-        for i in range(size):
-            target[i] = other[i] + mine[i]
-    if is_result:
-        _finish(target, kind(factors[1]), kind(factors[2]))
+    kind = type(one)
+    places = (x_at, out_at, np.int64(0))
+    for number in range(words[at]):
+        first = at + 1 + 7 * number
+        how, size = words[first], words[first + 6]
+        mine = carray(_pointer(places[words[first + 1]] + words[first + 2]), (size,), kind)
+        other = carray(_pointer(words[first + 3]), (size,), kind)
+        target = carray(_pointer(places[words[first + 4]] + words[first + 5]), (size,), kind)
+        if how == SCALE:
+            _scaled_copy(target, mine, kind(factors[0]))
+        elif how == KEEP:
+            _copy(target, mine)
+        elif how == TAKE:
+            _copy(target, other)
+        elif how == MINE_FIRST:
+            for i in range(size):
+                target[i] = mine[i] + other[i]
+        else:
+            for i in range(size):
+                target[i] = other[i] + mine[i]
+        if words[first + 4] == OUT:
+            _finish(target, kind(factors[1]), kind(factors[2]))
     return DONE

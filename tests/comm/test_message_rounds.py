@@ -62,11 +62,15 @@ def test_messages_carry_what_the_formulas_say(n, count):
         sums = warmed(world, lambda: hpcdp.allreduce(x, world=world, algorithm="recursive_doubling"))
         gathered = warmed(world, lambda: hpcdp.allgather(x[:2], world, "recursive_doubling", out=out[:, :2].copy()))
         barrier = warmed(world, world.barrier)
+        reduced = warmed(world, lambda: hpcdp.reduce(x[:3], root=1, world=world))
+        scattered = warmed(world, lambda: hpcdp.reduce_scatter(np.ones(n * 2), world=world))
         sent = sum(sends for *_, sends, _ in rounds_of(world.rank, n))
         parts = -(-(HEADER_NBYTES + x.nbytes) // WHOLE_NBYTES)
         assert sums == (sent * parts, sent * (HEADER_NBYTES + x.nbytes))
         assert barrier == (sent, sent * HEADER_NBYTES)
         if n in (2, 4) and count > 1:
+            assert reduced == (sent, sent * HEADER_NBYTES + (world.rank != 1) * 12)
+            assert scattered == (sent, sent * HEADER_NBYTES + (n - 1) * 16)
             assert gathered == (sent, sent * HEADER_NBYTES + (n - 1) * 8)
 
     thread_comm.run(n, rank, 1)
