@@ -177,7 +177,13 @@ def _repeated_send(world: World, dest: int, tag: int, header: np.ndarray, like: 
     def wait(requests: Sequence[Request], x: np.ndarray) -> None:
         progress.run(f"send to rank {dest}", _when_complete(requests), x, [dest])
 
-    return RepeatedSend(world.comm, dest, _tags(world.comm, tag), header, like, wait)
+    return RepeatedSend(world.comm, dest, _tags(world.comm, tag), header, like, _order_of(world, dest, tag), wait)
+
+
+def _order_of(world: World, dest: int, tag: int) -> threading.Lock:
+    """Return the lock that is held while the parts of a message are sent: other threads send none between them."""
+    lock: threading.Lock = world.keep((_order_of, dest, tag), threading.Lock)
+    return lock
 
 
 def _remember(world: World, key: object, call: Callable[..., Any]) -> None:
@@ -199,17 +205,19 @@ def _sender_of(
     """Return a function ``send(x, may_poll)`` for arrays like ``x``, contiguous and in host memory; see `_sent`."""
     comm, mailbox, kind = world.comm, _mailbox_of(world, dest), kind_number(present.kind)
     is_short, place = x.nbytes <= SHORT_IN_NODE_NBYTES, _place_of(x)
-    number, data_number = _tags(comm, tag)
+    (number, data_number), order = _tags(comm, tag), _order_of(world, dest, tag)
     header = _header(x, kind, place if mailbox is None else _WITHIN if is_short else _FOLLOW, is_object)
     head = header.tobytes()
 
     def by_mpi(x: np.ndarray, may_poll: bool) -> list[Request]:
         if place == _FOLLOW:
-            data = comm.isend(bytes_of(x), dest, data_number)
-            return [data, comm.isend_whole(np.frombuffer(head, np.uint8), dest, number)]
+            with order:
+                data = comm.isend(bytes_of(x), dest, data_number)
+                return [data, comm.isend_whole(np.frombuffer(head, np.uint8), dest, number)]
         message = np.frombuffer(head + x.tobytes(), np.uint8)
-        first = comm.isend_whole(message[:WHOLE_NBYTES], dest, number)
-        return [first] if place == _WITHIN else [first, comm.isend(message[WHOLE_NBYTES:], dest, data_number)]
+        with order:
+            first = comm.isend_whole(message[:WHOLE_NBYTES], dest, number)
+            return [first] if place == _WITHIN else [first, comm.isend(message[WHOLE_NBYTES:], dest, data_number)]
 
     if mailbox is None:
         return by_mpi
@@ -227,8 +235,9 @@ def _sender_of(
         data = x.reshape(-1).view(np.uint8)
         requests = offer(data, may_poll and not active.running)
         if requests is None:
-            message = send(nothing)
-            requests = [send_data(data)] if message is None else [send_data(data), message]
+            with order:
+                message = send(nothing)
+                requests = [send_data(data)] if message is None else [send_data(data), message]
         return requests
 
     return by_copy if is_short else by_offer
@@ -681,20 +690,28 @@ def isendrecv(
 def _repeated_receive(world: World, source: int, tag: int, like: np.ndarray) -> RepeatedReceive:
     inbox: _Inbox = world.kept[_Inbox, tag]
     name, progress = f"recv from rank {source}", ProgressEngine.of(world)
-    before = inbox.waiting, progress.active
 
     def wait(requests: Sequence[Request], x: np.ndarray) -> None:
         progress.run(name, _when_complete(requests), x, [source])
 
-    def other(called: str, message: np.ndarray, out: np.ndarray) -> None:
+    def matched(called: str, message: np.ndarray, out: np.ndarray | None) -> tuple[_Receive, Request]:
         receive = _Receive(called, out, source)
         receive.match(inbox, source, message[: _length_of(message)], COMPLETE)
         assert receive.request is not None
-        wait([receive.request], out)
+        return receive, receive.request
+
+    def other(called: str, message: np.ndarray, out: np.ndarray) -> None:
+        receive, request = matched(called, message, out)
+        wait([request], out)
         receive.result(with_sender=False)
 
+    def drop(message: np.ndarray) -> None:
+        inbox.dropped.append(matched("recv", message, None)[0])
+
     header = _header(like, _ANY, _place_of(like))
-    return RepeatedReceive(world.comm, source, _tags(world.comm, tag), header, like, before, wait, other)
+    return RepeatedReceive(
+        world.comm, source, _tags(world.comm, tag), header, like, inbox, progress.active, wait, other, drop
+    )
 
 
 def _length_of(message: np.ndarray) -> int:
@@ -782,8 +799,24 @@ class _Inbox:
         self._numbers = [_tag(world.comm, tag, is_data) for is_data in (0, 1)]
         self._mailbox: Mailbox | None = world.kept.get(Mailbox)
         self.waiting: deque[_Receive] = deque()
+        self.dropped: list[_Receive] = []
+        """Messages that nobody wants any more; their data may still be on their way."""
+        self._claimed: set[int] = set()
         self._turn = threading.Lock()
         """Held by the thread that looks for messages: receives may be waited for by different threads."""
+
+    def claim(self, source: int) -> bool:
+        """See `short_messages.Turns`."""
+        with self._turn:
+            if self.waiting or source in self._claimed:
+                return False
+            self._claimed.add(source)
+            return True
+
+    def release(self, source: int) -> None:
+        """See `short_messages.Turns`."""
+        with self._turn:
+            self._claimed.remove(source)
 
     def post(self, called: str, out: Array | None, source: int | None) -> _Receive:
         """Start a receive of the function ``called``."""
@@ -834,7 +867,12 @@ class _Inbox:
                 return *taken, COMPLETE
             if source is not None or mailbox.has_all:
                 return None
-        return self._comm.irecv_any(self._numbers[0], source)
+        if not self._claimed:
+            return self._comm.irecv_any(self._numbers[0], source)
+        for rank in range(self._comm.size) if source is None else (source,):
+            if rank not in self._claimed and (found := self._comm.irecv_any(self._numbers[0], rank)) is not None:
+                return found
+        return None
 
     def data_of(self, message: np.ndarray, data: np.ndarray, sender: int, is_offered: bool) -> Request:
         """Receive the data that a message announces."""

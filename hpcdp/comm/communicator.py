@@ -327,7 +327,7 @@ class Swapping(NamedTuple):
     outgoing: Sequence[Request]
     """These may need that the peer receives all of them, so a second part is received before they are waited for."""
     cancel: Callable[[], object] = list
-    """Cancels the receive, after an exception during a wait."""
+    """Gives up the receive, after an exception during a wait; see ``lost`` of `Communicator.swapper`."""
 
 
 class Communicator(Messages, Protocol):
@@ -363,7 +363,7 @@ class Communicator(Messages, Protocol):
         ...
 
     def swapper(
-        self, parts: Sequence[np.ndarray], received: np.ndarray | None, peer: int
+        self, parts: Sequence[np.ndarray], received: np.ndarray | None, peer: int, lost: Callable[[], object] = list
     ) -> Callable[[int], Swapping | None]:
         """Return a function ``swap(tag)`` that sends messages to ``peer`` and receives one from it.
 
@@ -371,6 +371,7 @@ class Communicator(Messages, Protocol):
             parts: the messages to send, dtype uint8.
             received: the memory of the message to receive, dtype uint8, which may be shorter; None for none.
             peer: the other rank.
+            lost: called if an exception ends the receive after all when the message has come: nobody else receives it.
 
         Returns:
             The function; it returns what is not complete after a short while, None if all is.

@@ -396,7 +396,7 @@ class MpiCommunicator:
         return MpiRequest(self.mpi.Irecv([x, MPI.BYTE], source, tag), x)
 
     def swapper(
-        self, parts: Sequence[np.ndarray], received: np.ndarray | None, peer: int
+        self, parts: Sequence[np.ndarray], received: np.ndarray | None, peer: int, lost: Callable[[], object] = list
     ) -> Callable[[int], Swapping | None]:
         """See `Communicator.swapper`; what does not change from call to call is prepared here."""
         isend, irecv = self.mpi.Isend, self.mpi.Irecv
@@ -417,13 +417,11 @@ class MpiCommunicator:
             try:
                 for _ in at_once:
                     if test():
-                        incoming = None
                         break
-                else:
-                    incoming = arrived(receive)
             except BaseException:
-                receive.Cancel()
+                give_up(receive)
                 raise
+            incoming = arrived(receive) if receive else None
             is_sent = outgoing.Test()
             return None if is_sent and incoming is None else unfinished(incoming, [] if is_sent else [outgoing])
 
@@ -435,14 +433,24 @@ class MpiCommunicator:
                         return None
                     if tests > _TESTS_AT_ONCE:
                         os.sched_yield()
-            except BaseException:  # also Ctrl-C: a later message must not be received here
-                receive.Cancel()
+            except BaseException:  # also Ctrl-C
+                give_up(receive)
                 raise
             return receive
 
+        def give_up(receive: MPI.Request) -> None:
+            """End a receive, which would take a later message for its own."""
+            if receive:
+                status = MPI.Status()
+                receive.Cancel()
+                receive.Wait(status)  # soon: no message has come, or it is on its way
+                if status.Is_cancelled():
+                    return
+            lost()
+
         def unfinished(incoming: MPI.Request | None, outgoing: Sequence[MPI.Request]) -> Swapping:
             waits = () if incoming is None else (MpiRequest(incoming, received),)
-            cancel = list if incoming is None else incoming.Cancel
+            cancel = list if incoming is None else functools.partial(give_up, incoming)
             return Swapping(waits, [MpiRequest(request, parts) for request in outgoing], cancel)
 
         if len(sent) != 1 or place is None:

@@ -215,9 +215,9 @@ class ThreadCommunicator:
         return _ThreadReceive(self._group, (source, self.rank, tag), x, exact=False)
 
     def swapper(
-        self, parts: Sequence[np.ndarray], received: np.ndarray | None, peer: int
+        self, parts: Sequence[np.ndarray], received: np.ndarray | None, peer: int, lost: Callable[[], object] = list
     ) -> Callable[[int], Swapping | None]:
-        """See `Communicator.swapper`."""
+        """See `Communicator.swapper`; no exception comes here while a message arrives."""
 
         def swap(tag: int) -> Swapping | None:
             for part in parts:

@@ -7,6 +7,7 @@ import decimal
 import enum
 import fractions
 import pathlib
+import time
 import uuid
 import zoneinfo
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from raises import raises
 
 import hpcdp
 from hpcdp.comm import thread_comm
+from hpcdp.comm.node_messages import Mailbox
 from hpcdp.core.state import hold_together
 from hpcdp.errors import ConfigError, HpcdpError, MismatchError, UnsupportedError
 
@@ -475,6 +477,47 @@ def test_repeated_messages(nodes):
 @pytest.mark.mpi
 def test_real_ranks_repeat_messages():
     repeated_messages(hpcdp.init())
+
+
+@pytest.mark.mpi(min_size=2)
+def test_real_ranks_keep_both_parts_of_a_message_together():
+    """Of two threads on both sides, and of a receive that ends at Ctrl-C, which loses its own message alone."""
+    part, count = hpcdp.init().split(0), 25_000
+    part.kept.pop(Mailbox)  # as between hosts
+
+    def send(first, several=60):
+        for i in range(several):
+            hpcdp.send(np.full(count, first + i, "i4"), 1, world=part)
+
+    def receive(several=60):
+        received = [hpcdp.recv(np.empty(count, "i4"), 0, world=part) for _ in range(several)]
+        assert all((x == x[0]).all() for x in received)
+        return [int(x[0]) for x in received]
+
+    with ThreadPoolExecutor(2) as pool:
+        if part.rank == 0:
+            send(-3, 3)
+            list(pool.map(send, (0, 60)))
+            time.sleep(0.2)
+            send(-4, 4)
+        elif part.rank == 1:
+            assert receive(3) == [-3, -2, -1]
+            both = [pool.submit(receive) for _ in range(2)]
+            assert sorted(both[0].result() + both[1].result()) == list(range(120))
+            quick = part.kept["short messages"]["recv", 0, 0, (count,), np.dtype("i4")]
+            usual = quick._wait
+
+            def ends_when_it_is_here(requests, x):
+                while not requests[0].test():
+                    pass
+                raise KeyboardInterrupt
+
+            quick._wait = ends_when_it_is_here
+            with pytest.raises(KeyboardInterrupt):
+                receive(1)
+            quick._wait = usual
+            assert receive(3) == [-3, -2, -1]
+    part.close()
 
 
 def test_a_receive_of_a_world_that_has_been_closed_is_refused():
