@@ -93,7 +93,7 @@ def ibroadcast_object(value: Any = None, root: int = 0, world: World | None = No
 @validation
 def _broadcast(name: str, world: World, value: Any, root: int) -> _ObjectCall:
     is_root = world.rank == checked_root(name, root, world)
-    message = _encoded(value, name) if is_root else _NOTHING
+    message = _encoded(value, name, root) if is_root else _NOTHING
     exchange = data_movement.allgather_exchange(name, world, message, "auto", None, f"root {root}")
 
     def finish(sent: np.ndarray) -> Any:
@@ -125,7 +125,7 @@ def iallgather_object(value: Any, world: World | None = None) -> Operation[list[
 
 
 def _allgather(name: str, value: Any, world: World) -> _ObjectCall:
-    exchange = data_movement.allgather_exchange(name, world, _encoded(value, name), "auto", None)
+    exchange = data_movement.allgather_exchange(name, world, _encoded(value, name, world.rank), "auto", None)
     return _ObjectCall(world, exchange, lambda all_: [decoded(message) for message in _messages(name, all_)])
 
 
@@ -150,7 +150,7 @@ def igather_object(value: Any, root: int = 0, world: World | None = None) -> Ope
 
 @validation
 def _gather(name: str, world: World, value: Any, root: int) -> _ObjectCall:
-    own = _encoded(value, name)
+    own = _encoded(value, name, world.rank)
     exchange = data_movement.gather_exchange(name, world, own, root, None, None)
 
     def finish(all_: np.ndarray | None) -> list[Any] | None:
@@ -186,7 +186,7 @@ def _scatter(name: str, world: World, values: Any, root: int) -> _ObjectCall:
         try:
             messages = [encoded(value, name) for value in _one_for_each_rank(name, values, world.size)]
         except UnsupportedError as error:
-            messages = [_refusal(error)] * world.size
+            messages = [_refusal(error, root)] * world.size
     sizes = [message.size for message in messages]
     exchange = data_movement.scatter_exchange(name, world, np.concatenate(messages), root, sizes, None, None)
     return _ObjectCall(world, exchange, lambda mine: decoded(_messages(name, mine)[0]))
@@ -269,16 +269,16 @@ _NOTHING = np.empty(0, np.uint8)
 _SENT, _REFUSED = 0, 1  # what a message contains: an object, or the error of a rank that cannot send one
 
 
-def _encoded(value: Any, operation: str) -> np.ndarray:
-    """Return `encoded`, or a message that raises its error on all ranks that receive it."""
+def _encoded(value: Any, operation: str, rank: int) -> np.ndarray:
+    """Return `encoded` for this ``rank``, or a message that raises its error on all ranks that receive it."""
     try:
         return encoded(value, operation)
     except UnsupportedError as error:
-        return _refusal(error)
+        return _refusal(error, rank)
 
 
-def _refusal(error: UnsupportedError) -> np.ndarray:
-    parts = {"where": error.where, "expected": error.expected, "got": error.got}
+def _refusal(error: UnsupportedError, rank: int) -> np.ndarray:
+    parts = {"where": f"{error.where} on rank {rank}", "expected": error.expected, "got": error.got}
     return _message(_REFUSED, json.dumps({name: str(part) for name, part in parts.items()}), [])
 
 

@@ -330,20 +330,21 @@ def recursive():
     ],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
-def test_what_cannot_be_sent_is_an_error_on_every_rank(value):
+def test_what_cannot_be_sent_is_an_error_on_every_rank_that_names_its_rank(value):
     def rank(world):
-        for call in (
-            lambda: hpcdp.broadcast_object(value if world.rank == 1 else None, 1, world),
-            lambda: hpcdp.allgather_object(value if world.rank == 2 else 3, world),
-            lambda: hpcdp.scatter_object([1, value, 2] if world.rank == 0 else None, 0, world),
-            lambda: hpcdp.scatter_object([1, 2] if world.rank == 0 else None, 0, world),
-            lambda: hpcdp.scatter_object(FailingList() if world.rank == 0 else None, 0, world),
-            lambda: hpcdp.ibroadcast_object(value if world.rank == 1 else None, 1, world).wait(),
-            lambda: hpcdp.iallgather_object(value if world.rank == 1 else 3, world).wait(),
+        for culprit, call in (
+            (1, lambda: hpcdp.broadcast_object(value if world.rank == 1 else None, 1, world)),
+            (2, lambda: hpcdp.allgather_object(value if world.rank == 2 else 3, world)),
+            (0, lambda: hpcdp.scatter_object([1, value, 2] if world.rank == 0 else None, 0, world)),
+            (0, lambda: hpcdp.scatter_object([1, 2] if world.rank == 0 else None, 0, world)),
+            (0, lambda: hpcdp.scatter_object(FailingList() if world.rank == 0 else None, 0, world)),
+            (1, lambda: hpcdp.ibroadcast_object(value if world.rank == 1 else None, 1, world).wait()),
+            (1, lambda: hpcdp.iallgather_object(value if world.rank == 1 else 3, world).wait()),
         ):
             with pytest.raises(UnsupportedError) as caught:
                 call()
-            assert str(caught.value.where).startswith("value")
+            where = str(caught.value.where)
+            assert where.startswith("value") and where.endswith(f" on rank {culprit}")
         return hpcdp.allgather_object(world.rank, world)
 
     assert thread_comm.run(3, rank) == [[0, 1, 2]] * 3
@@ -379,7 +380,7 @@ def test_what_cannot_be_gathered_is_an_error_on_its_rank_and_the_root():
                 continue
             with pytest.raises(UnsupportedError) as caught:
                 call()
-            assert not caught.value.is_on_every_rank
+            assert str(caught.value.where).endswith(" on rank 2") and not caught.value.is_on_every_rank
         return hpcdp.allgather_object(world.rank, world)
 
     assert thread_comm.run(3, rank) == [[0, 1, 2]] * 3
