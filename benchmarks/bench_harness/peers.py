@@ -33,6 +33,7 @@ class Gloo:
     def __init__(self, world: comm.World) -> None:
         self.torch: Any = importlib.import_module("torch")
         self.torch.set_num_threads(1)
+        self._world = world
         self._folder = tempfile.TemporaryDirectory(prefix="gloo-") if world.rank == 0 else None
         store = world.comm.allgather_json(self._folder.name if self._folder else "")[0]
         self._group: Any = importlib.import_module("torch.distributed")
@@ -49,6 +50,7 @@ class Gloo:
         """Leave the group."""
         self._group.barrier()
         self._group.destroy_process_group()
+        self._world.comm.barrier()  # a rank that finds the store's file gone looks for it for five minutes
         if self._folder:
             self._folder.cleanup()
 
