@@ -31,9 +31,9 @@ import numpy as np
 from .. import kernels
 from ..comm import Communicator, Reduction, World
 from ..comm.communicator import OPS, Steps, narrow, reduce_in_order, reducible, split
-from ..comm.consistency import Call, on_rank_0
+from ..comm.consistency import FIRST_CALLS, Call, on_rank_0
 from ..comm.progress import ProgressEngine, run_until_complete
-from ..comm.repeated import FIRST_CALLS, BoundExchange, RepeatedRounds
+from ..comm.repeated import BoundExchange, RepeatedRounds
 from ..core.checks import choices, nearest
 from ..core.files import own_part_of, replaced
 from ..errors import ConfigError, HpcdpError, UnsupportedError, reason, to_stderr

@@ -20,10 +20,10 @@ import numpy as np
 from .. import kernels
 from ..comm import World
 from ..comm.communicator import StepsTo, bounds
-from ..comm.consistency import Call, Calls
+from ..comm.consistency import FIRST_CALLS, Call, Calls
 from ..comm.message_rounds import form_of
 from ..comm.progress import Operation, ProgressEngine
-from ..comm.repeated import FIRST_CALLS, SHORT_NBYTES, repeated_moves
+from ..comm.repeated import SHORT_NBYTES, repeated_moves
 from ..comm.watchdog import Watchdog
 from ..core.arrays import Array, dtype_name, dtype_of_char, from_host, in_kind_of_sender, kind_number
 from ..core.checks import choices, described

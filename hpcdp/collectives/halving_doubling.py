@@ -197,7 +197,7 @@ def reduce_scatter(
 
 
 class Combined(NamedTuple):
-    """What recursive doubling carries for a collective."""
+    """The data of a collective that recursive doubling carries."""
 
     carried: Sequence[Carried]
     finish: Callable[[], None]

@@ -463,7 +463,7 @@ class _Receiving:
     def _remember(self, received: Array) -> None:
         """Let a kernel receive arrays like this one from now on."""
         mailbox = _mailbox_of(self._world, self._source)
-        if received is None or type(received) is not np.ndarray or not received.flags.carray:
+        if type(received) is not np.ndarray or not received.flags.carray:
             return
         if mailbox is None:
             if self._out is not None and self._source is not None and received.nbytes <= _MOST_BEGUN_NBYTES:

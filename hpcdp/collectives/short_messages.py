@@ -22,7 +22,7 @@ from ..comm.progress import TaskGroup
 _TESTS = 1000
 """Tests for the second part of a message before its receiver waits in the usual way."""
 _abandoned: list[object] = []
-"""What an exception has left to messages that are not complete."""
+"""Memory that messages may still use after an exception."""
 _KIND = 1
 """The word of a message that tells the kind of the sender's array; a receiver with an array of its own ignores it."""
 
@@ -35,7 +35,7 @@ class Turns(Protocol):
 
     @property
     def waiting(self) -> Sized:
-        """Those that wait for a message."""
+        """The receives that wait for a message."""
         ...
 
     def claim(self, source: int) -> bool:

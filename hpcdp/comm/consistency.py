@@ -302,8 +302,9 @@ def refuse(world: World, kind: type[HpcdpError], new_kept: Any, **why: Any) -> N
 
 _TEXT_NBYTES = 1 << 10
 _MAX = resolve("counts", "max", np.dtype(np.int64))
-_BY_MESSAGES_FIRST = 16
-"""Calls of a node's ranks that are compared by messages first: a program with few calls needs no compiled kernels."""
+FIRST_CALLS = 16
+"""Calls of a world that are compared by messages in Python first: a program with few calls needs no compiled kernels.
+"""
 _ALIKE = "call it with the same arguments, and in the same order, on all ranks"
 
 
@@ -524,7 +525,7 @@ class Calls:
         elif not self._alone:
             self.messages.agree(call)
             self._by_messages += 1
-            if self._node is not None and self._by_messages >= _BY_MESSAGES_FIRST:
+            if self._node is not None and self._by_messages >= FIRST_CALLS:
                 self.share_memory(self._node)
 
     def share_memory(self, memory: NodeMemory) -> InMemory:

@@ -211,11 +211,11 @@ class Routes(NamedTuple):
     """The way of all blocks through one rank."""
 
     sent: list[list[Copy]]
-    """What the message of each round is made of."""
+    """The pieces of each round's message."""
     received: list[int]
     """The bytes that are received in each round."""
     places: list[Copy | None]
-    """Where each block lies in the end, as a copy to 0; None if it has not come here."""
+    """The place of each block after the last round, as a copy to 0; None if it has not come here."""
     longest: int
     """The bytes of the longest message of any rank."""
 
@@ -418,7 +418,7 @@ def new_buffers() -> np.ndarray:
 
 
 class _State:
-    """What a rank has learned of the others' calls in an exchange.
+    """A rank's knowledge of the others' calls in an exchange.
 
     Args:
         signature: that of this rank's call.

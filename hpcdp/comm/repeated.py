@@ -16,8 +16,8 @@ import numpy as np
 from .. import kernels
 from ..core import state
 from ..errors import UnsupportedError
-from .communicator import LANE_BITS, OPERATION_BITS, Reduction, Steps, Swapping, real_numbers
-from .consistency import Call, Calls, InMemory
+from .communicator import Reduction, Steps, Swapping, real_numbers
+from .consistency import FIRST_CALLS, Call, Calls, InMemory
 from .message_rounds import (
     COMPARED,
     HEADER_NBYTES,
@@ -42,11 +42,6 @@ if TYPE_CHECKING:
     from ..kernels.shm_repeated import Like
 
 T = TypeVar("T")
-
-FIRST_CALLS = 16
-"""Calls of a world over hosts that are made in the usual way: a program with few calls needs no compiled kernels."""
-
-_NUMBERS = 1 << OPERATION_BITS
 
 SHORT_NBYTES = 1 << 20
 """The longest arrays whose nonblocking exchange begins in the thread of its caller, and is polled there and seldom by
@@ -263,8 +258,7 @@ class RepeatedRounds:
                 return False
             watchdog.calls += 1
             calls.number += 1
-            messages.number = number = (messages.number + 1) % _NUMBERS  # as `next_tag`
-            tag = number << LANE_BITS
+            tag = messages.next_tag()
             for stage, swap, lane, peer, rest in rounds:
                 swapping = swap(tag + lane)
                 if swapping is not None or rest is not None:

@@ -25,7 +25,7 @@ OTHER_FORM = 6
 X, OUT, MEMORY = range(3)
 """Places of data: in the array that is sent, in the one that receives, or at an address."""
 SCALE, KEEP, MINE_FIRST, OTHERS_FIRST, TAKE = range(5)
-"""What a stage of a sum writes: the scaled array, the sum before, that and the received one in one of two orders, or
+"""Results of a stage of a sum: the scaled array, the sum before, its sum with the received one in one of two orders, or
 the received one.
 """
 
@@ -51,8 +51,19 @@ def words_of_stages(
 
 
 @njit(inline="always")
+def _begun(table, stage, x, out):  # type: ignore[no-untyped-def]
+    # Return the words of the stage at ``table``, the word with the number of its copies or sums, and the addresses of
+    # places; before them whether the arrays and the header of the received message are as expected. Write the header of
+    # the message to send.
+    known = table_at(table)
+    x_at, out_at, _, _ = arrays_at(known, x, out)
+    words = words_of(known)
+    met = np.int64(OTHER) if x_at < 0 or out_at < 0 else np.int64(_checked(words, stage))
+    return met, words, words[words[_STAGES] + stage] + _WORD + 1, (x_at, out_at, np.int64(0))
+
+
+@njit(inline="always")
 def _checked(words, stage):  # type: ignore[no-untyped-def]
-    # Compare the header of the received message of a stage, and write that of the message to send.
     at = words[words[_STAGES] + stage]
     if words[at + _RECEIVED] != 0:
         header = carray(_pointer(words[at + _RECEIVED]), (2,), np.int64)
@@ -77,16 +88,9 @@ def move_at(table, stage, x, out):  # type: ignore[no-untyped-def]
         x: the address of an array's object.
         out: likewise.
     """
-    known = table_at(table)
-    x_at, out_at, _, _ = arrays_at(known, x, out)
-    if x_at < 0 or out_at < 0:
-        return OTHER
-    words = words_of(known)
-    met = _checked(words, stage)
+    met, words, at, places = _begun(table, stage, x, out)
     if met != DONE:
         return met
-    at = words[words[_STAGES] + stage] + _WORD + 1
-    places = (x_at, out_at, np.int64(0))
     for number in range(words[at]):
         first = at + 1 + 5 * number
         source, target = places[words[first]] + words[first + 1], places[words[first + 2]] + words[first + 3]
@@ -107,18 +111,11 @@ def sum_at(table, one, stage, x, out):  # type: ignore[no-untyped-def]
         x: the address of an array's object.
         out: likewise; the same address for a sum in place.
     """
-    known = table_at(table)
-    x_at, out_at, _, _ = arrays_at(known, x, out)
-    if x_at < 0 or out_at < 0:
-        return OTHER
-    words = words_of(known)
-    met = _checked(words, stage)
+    met, words, at, places = _begun(table, stage, x, out)
     if met != DONE:
         return met
-    at = words[words[_STAGES] + stage] + _WORD + 1
     factors = words[_FACTORS : _FACTORS + 3].view(np.float64)
     kind = type(one)
-    places = (x_at, out_at, np.int64(0))
     for number in range(words[at]):
         first = at + 1 + 7 * number
         how, size = words[first], words[first + 6]

@@ -482,7 +482,7 @@ def test_real_ranks_repeat_messages():
 
 @pytest.mark.mpi(min_size=2)
 def test_real_ranks_keep_both_parts_of_a_message_together():
-    """Of two threads on both sides, and of a receive that ends at Ctrl-C, which loses its own message alone."""
+    """Two threads send and receive at once, and a receive that ends at Ctrl-C loses its own message alone."""
     part, count = hpcdp.init().split(0), 25_000
     part.kept.pop(Mailbox)  # as between hosts
 
