@@ -148,7 +148,11 @@ class StaleGradientError(HpcdpError, RuntimeError):
 
 
 class WorldAborted(HpcdpError, RuntimeError):
-    """The failure of another rank, for which this one was waiting."""
+    """A world in which no call can succeed any more.
+
+    Another rank has failed, for which this one was waiting; or an exception, such as Ctrl-C, has ended a call of this
+    rank halfway.
+    """
 
 
 class Terminated(KeyboardInterrupt):

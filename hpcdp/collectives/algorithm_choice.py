@@ -96,11 +96,7 @@ class Algorithm:
 
     def _run(self, world: World, call: Call, x: np.ndarray, *further: object) -> None:
         progress = ProgressEngine.of(world)
-        watchdog = progress.watchdog
-        watchdog.calls += 1
-        watched = call.operation, x
-        watchdog.enter(watched)
-        try:
+        with progress.watchdog.watching(call.operation, x):
             progress.finish()
             if self.prepare is not None:
                 progress.prepare(self.prepare, world, call)
@@ -113,8 +109,6 @@ class Algorithm:
                 self.blocking(x, *further, world)
             elif self.steps is not None:
                 run_until_complete(self.steps(x, *further, world, progress.tag(call.signature)))
-        finally:
-            watchdog.leave(watched)
 
     def may_be_bound(self, world: World) -> bool:
         """Return whether `bound` may be called yet."""

@@ -845,8 +845,8 @@ def _call(
     operation: str, x: Array, op: str | Monoid, algorithm: str, root: int, factors: tuple[float, float], fact: str
 ) -> Call:
     """Return the values that must agree on all ranks; ``fact`` replaces the description of ``x``."""
-    name = op.name if isinstance(op, Monoid) else "" if op is _MOVED else op
+    name = f"Monoid {op.name!r}" if isinstance(op, Monoid) else "" if op is _MOVED else repr(op)
     dtype = getattr(x.dtype, "name", x.dtype)
     of = fact or f"{operation} of {tuple(x.shape)} {dtype}"
     scaled = "" if factors == (1, 1) else f" with prescale {factors[0]!r} and postscale {factors[1]!r}"
-    return Call(operation, of, f"op {name!r}{scaled}", f"algorithm {algorithm!r}", f"root {root}")
+    return Call(operation, of, f"op {name}{scaled}", f"algorithm {algorithm!r}", f"root {root}")

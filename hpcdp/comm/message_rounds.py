@@ -409,7 +409,7 @@ class ByMessages:
         odd = next((rank for rank, other in enumerate(signatures) if other != signatures[0]), 0)
         texts = self.comm.allgather_json(str(call) if self.comm.rank in (0, odd) else None)
         known = {signatures[0]: texts[0], signatures[odd]: texts[odd]}
-        raise call.differs_from([known.get(signature, "") for signature in signatures])
+        raise call.differs_from([known.get(signature, "") for signature in signatures]) from None
 
 
 def new_buffers() -> np.ndarray:

@@ -24,7 +24,7 @@ from ..errors import UnsupportedError
 from .communicator import LANE_BITS, OPERATION_BITS, PolledRequest, Request, Steps, StepsTo, make_tag, split, wait_for
 from .consistency import Call, Calls
 from .node_messages import Mailbox
-from .watchdog import OWN, Watchdog
+from .watchdog import OWN, Watchdog, is_of_all
 from .world import World, weakly
 
 T = TypeVar("T")
@@ -32,6 +32,7 @@ T = TypeVar("T")
 TAGS = 1 << LANE_BITS
 """Tags of one operation, the maximum number of its lanes of segments."""
 
+_WAIT_FOR = "wait for "
 YIELDS = 200
 """Tests, each after a yield of the core, before a thread that waits for an operation naps: some 0.2 ms."""
 PATIENCE_S = 1.0
@@ -144,6 +145,8 @@ class Operation(Generic[T]):
         """Note that it is over, with its `value` or an error."""
         self.error, self.is_over = error, True
         progress = self._progress
+        if error is not None and is_of_all(self.call):
+            progress.watchdog.abandon(self.call[0].removeprefix(_WAIT_FOR), error)
         if progress.watchdog.tested is self:  # another request's test may have ended it
             progress.watchdog.tested = None
         if self._callbacks:
@@ -657,7 +660,7 @@ class ProgressEngine:
 
 def _watched(name: str, x: object, peers: Sequence[int] | None) -> tuple[Any, ...]:
     """Return an operation as `Watchdog.watching` describes calls; arguments as for `ProgressEngine.start`."""
-    return (f"wait for {name}", x) if peers is None else (name, x, list, OWN, *peers)
+    return (f"{_WAIT_FOR}{name}", x) if peers is None else (name, x, list, OWN, *peers)
 
 
 def _next(queue: list[T]) -> T | None:

@@ -82,8 +82,12 @@ class BoundExchange(NamedTuple):
                 memory.be_patient()
             watchdog.calls += 1
             calls.number += 1
-            met = kernel(id(x), id(out))
-            return met == done or resume(met, x, out)
+            try:
+                met = kernel(id(x), id(out))
+                return met == done or resume(met, x, out)
+            except BaseException as error:
+                watchdog.abandon(call.operation, error)
+                raise
 
         def resume(met: int, x: Any, out: Any) -> bool:
             watched = call.operation, x
@@ -259,14 +263,18 @@ class RepeatedRounds:
             watchdog.calls += 1
             calls.number += 1
             tag = messages.next_tag()
-            for stage, swap, lane, peer, rest in rounds:
-                swapping = swap(tag + lane)
-                if swapping is not None or rest is not None:
-                    wait(swapping or nothing, rest, peer, tag + lane, x)
-                met = kernel(stage, id(x), id(out))
-                if met != done:
-                    give_up(met, stage, tag)
-                    return False
+            try:
+                for stage, swap, lane, peer, rest in rounds:
+                    swapping = swap(tag + lane)
+                    if swapping is not None or rest is not None:
+                        wait(swapping or nothing, rest, peer, tag + lane, x)
+                    met = kernel(stage, id(x), id(out))
+                    if met != done:
+                        give_up(met, stage, tag)
+                        return False
+            except BaseException as error:
+                watchdog.abandon(call.operation, error)
+                raise
             return True
 
         def wait(swapping: Swapping, rest: np.ndarray | None, peer: int, tag: int, x: Any) -> None:

@@ -153,9 +153,10 @@ def mismatch(waiting: Mapping[int, WaitingCall]) -> MismatchError:
 
 LATE, EARLIER, SILENT = "has not come", "is in an earlier call", "does not answer"
 LEFT, CLOSED, GONE, STOPPED = "has left the program", "has closed this world", "is gone", "is stopped"
-_WORDS = (LATE, EARLIER, SILENT, LEFT, CLOSED, GONE, STOPPED)
-UNABLE = (LEFT, CLOSED, GONE, STOPPED)
+ABANDONED = "has abandoned a call of this world"
+UNABLE = (LEFT, CLOSED, ABANDONED, GONE, STOPPED)
 """States of ranks that are not asked."""
+_WORDS = (LATE, EARLIER, SILENT, *UNABLE)
 
 _MOST = 9
 """Missing ranks named in a message; further ones are only counted."""
@@ -240,8 +241,8 @@ class RollCall:
         about: Callable[[int], dict[int, str]],
         differs: Callable[[WaitingCall], WaitingCall | None],
     ) -> None:
-        self.left: dict[int, int] = {}
-        """The number of calls of each rank that has left and notified this one."""
+        self.left: dict[int, tuple[int, str]] = {}
+        """The number of calls of each rank that makes no more and has notified this one, and the reason."""
         self._comm, self._about, self._differs = comm, about, differs
         self._compared: dict[tuple[str, int], tuple[int, int]] = {}
         """The latest call that another rank has asked about, by kind and item, and that rank."""
@@ -327,7 +328,7 @@ class RollCall:
             key = int(message["first"]), int(message["number"])
             roll = self._rolls.get(key)
             if message["kind"] == _LEAVE:
-                self.left[source] = int(message["calls"])
+                self.left[source] = int(message["calls"]), _WORDS[message["words"][0]]
             elif message["kind"] == _QUESTION:
                 yield from self._take(source, message, waits)
             elif roll is not None and message["kind"] == _AT_WORK:
@@ -346,14 +347,14 @@ class RollCall:
         for roll in list(self._rolls.values()):
             self._go_on(roll)
 
-    def leave(self, calls: int, strangers: Sequence[int]) -> None:
-        """Notify the next of ``strangers`` that this rank makes no more calls after number ``calls``.
+    def leave(self, calls: int, why: str, strangers: Sequence[int]) -> None:
+        """Notify the next of ``strangers`` that this rank makes no more calls after number ``calls``, and why.
 
         One suffices: that rank has left too, and notified one in turn, or may have to end the job.
         """
         rank = min(strangers, key=lambda other: (other - self._comm.rank) % self._comm.size, default=None)
         if rank is not None:
-            self._send(rank, kind=_LEAVE, calls=calls)
+            self._send(rank, kind=_LEAVE, calls=calls, words=_WORDS.index(why))
         for _, message in self._sent:  # leak them, because MPI_Finalize may read them after Python has freed objects
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(message))
 

@@ -28,10 +28,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO
 import numpy as np
 
 from .. import kernels
-from ..errors import ConfigError, MismatchError, WorldAborted, listed, report_directly
+from ..errors import ConfigError, HpcdpError, MismatchError, WorldAborted, listed, report_directly
 from .communicator import exchange_of
 from .consistency import Calls, called
 from .roll_call import (
+    ABANDONED,
     CLOSED,
     EARLIER,
     GONE,
@@ -122,8 +123,8 @@ _HOP_S = 0.05
 _EXCHANGE = "an exchange of all ranks"
 _STDERR = 2
 """A file descriptor, because `sys.stderr` may be a buffer that is lost with the process."""
-_CLOSES = -(1 << 40)
-"""A rank that has closed the world leaves this minus its number of calls in the node's memory."""
+_ENDED = {LEFT: -1, CLOSED: -(1 << 40), ABANDONED: -(1 << 41)}
+"""A rank that makes no more calls leaves its reason's number minus the number of its calls in the node's memory."""
 _SHOW_STACKS = signal.SIGRTMIN + 9
 """The signal at which a rank prints the stack of its main thread, even while an extension holds the interpreter."""
 
@@ -271,6 +272,8 @@ class Watchdog:
     ) -> _Watching:
         """Return a context that watches a call to which all ranks come, so that missing ranks can be named.
 
+        An exception that leaves a call without ``behind`` abandons the world, see `abandon`.
+
         Args:
             operation: the name of the call.
             x: its array, or a function that describes its operand for a report.
@@ -298,17 +301,26 @@ class Watchdog:
         """End ``call``; other threads may have begun or ended calls meanwhile."""
         self._open.pop(id(call), None)
 
-    def end(self, has_closed: bool = False) -> None:
-        """Stop watching: this rank makes no more calls, because the program ends or it ``has_closed`` the world."""
+    def abandon(self, operation: str, error: BaseException) -> None:
+        """Abandon the world, because ``error`` has ended this rank's collective call; see `World.abandon`.
+
+        It does nothing after an `HpcdpError`, which leaves all ranks in step.
+        """
+        if not isinstance(error, HpcdpError) and (world := self._world()) is not None:
+            world.abandon(operation, error)
+
+    def end(self, why: str = LEFT) -> None:
+        """Stop watching: this rank makes no more calls, because it has `LEFT`, `CLOSED` or `ABANDONED` the world."""
         if self._patrol is None or self._ended.is_set():
             return
         self._ended.set()
         has_stopped = self._looking.acquire(timeout=_GRACE_S)  # with a limit, because the check may be ending the job
-        self._calls_of_neighbors[self._memory.rank] = (_CLOSES if has_closed else -1) - self.calls
+        ended = self.calls - (why == ABANDONED)  # the call that it has abandoned does not count
+        self._calls_of_neighbors[self._memory.rank] = _ENDED[why] - ended
         self._within[self._memory.rank] = 0
         if has_stopped:
-            if self._roll is not None and not has_closed:
-                self._roll.leave(self.calls, self._strangers)
+            if self._roll is not None and why != CLOSED:
+                self._roll.leave(ended, why, self._strangers)
             self._looking.release()
 
     def look(self) -> bool:
@@ -375,7 +387,7 @@ class Watchdog:
     def _waits_in(self, call: tuple[Any, ...]) -> WaitingCall | None:
         """Return ``call`` for `DifferentCalls`; None unless the main thread waits for all ranks in it."""
         counted = call[3] if len(call) > 3 else None
-        if not _is_of_all(call) or self.call is not call or (counted is None and call[2:] not in ((), (None,))):
+        if not is_of_all(call) or self.call is not call or (counted is None and call[2:] not in ((), (None,))):
             return None
         inner = sys._current_frames().get(self._watched)
         while inner is not None and inner.f_globals.get("__name__", "").startswith(_WAITS_BY):
@@ -447,11 +459,11 @@ class Watchdog:
     def _waits(self) -> int:
         """Return the number of the collective call in which this rank waits; 0 for none."""
         now = self._now()
-        return self.calls if now is not None and _is_of_all(now) else 0
+        return self.calls if now is not None and is_of_all(now) else 0
 
     def _is_reported(self, call: tuple[Any, ...]) -> bool:
         """Return whether another rank has reported a call, or announced that it will."""
-        if not _is_of_all(call):
+        if not is_of_all(call):
             return False
         here, waits = self._memory.rank, self._waits()
         return any(call == waits for at, call in enumerate(self._reported) if at != here) or self._is_left(waits)
@@ -463,7 +475,7 @@ class Watchdog:
 
     def _reports(self, call: tuple[Any, ...], over_s: float) -> bool:
         """Return whether this rank is the one that reports a call, ``over_s`` seconds after the limit."""
-        if not _is_of_all(call) or self._has_been_in_vain(over_s):
+        if not is_of_all(call) or self._has_been_in_vain(over_s):
             return True
         waits = self._waits()
         stopped = {member.rank for member in self._visible if member.state in "XTt"}
@@ -543,7 +555,7 @@ class Watchdog:
 
     def _ended_ranks(self) -> dict[int, tuple[int, str]]:
         """Return, for each rank that makes no more calls, the number that it has begun, and the reason."""
-        left = {} if self._roll is None else {rank: (begun, LEFT) for rank, begun in self._roll.left.items()}
+        left = {} if self._roll is None else self._roll.left
         neighbors = zip(self._neighbors, self._seen_calls(), strict=True)
         return left | {rank: (begun, why) for rank, (begun, why) in neighbors if why != LATE}
 
@@ -576,16 +588,15 @@ class Watchdog:
         """Return the ranks without which a call cannot end any more."""
         if call[2:] == (nobody,):
             return {}
-        gone = {rank: why for rank, why in self._late(call).items() if why in (LEFT, CLOSED)}
+        gone = {rank: why for rank, why in self._late(call).items() if why in _ENDED}
         gone |= dict.fromkeys(self._roll.lost if self._roll else (), GONE)
         return gone | {member.rank: GONE for member in self._visible if member.state == "X"}
 
     def _seen_calls(self) -> list[tuple[int, str]]:
         """Return the number of calls that each rank of the node has begun, and whether more may follow; see `end`."""
-        return [
-            (_CLOSES - count, CLOSED) if count <= _CLOSES else (-1 - count, LEFT) if count < 0 else (count, LATE)
-            for count in self._calls_of_neighbors.tolist()
-        ]
+        counts = self._calls_of_neighbors.tolist()
+        reasons = [next((why for why in reversed(_ENDED) if count <= _ENDED[why]), LATE) for count in counts]
+        return [(_ENDED[why] - n if why in _ENDED else n, why) for n, why in zip(counts, reasons, strict=True)]
 
     def _late(self, call: tuple[Any, ...]) -> dict[int, str]:
         """Return the ranks of this node that a call waits for, and ranks that have left, with the reason."""
@@ -597,7 +608,7 @@ class Watchdog:
         missing = {self._neighbors[here]: neighbors[here][1] for here in late}
         missing.pop(self._comm.rank, None)
         left = self._roll.left if self._roll else {}
-        return missing | {rank: LEFT for rank, calls in left.items() if calls < self.calls}
+        return missing | {rank: why for rank, (begun, why) in left.items() if begun < self.calls}
 
     def _seen_missing(self, call: tuple[Any, ...]) -> dict[int, str]:
         """Return the missing ranks that are visible from here, with the reason for each."""
@@ -615,7 +626,7 @@ class Watchdog:
         visible, roll = self._seen_missing(call), self._roll
         if roll is None:
             return Missing(dict(sorted(visible.items())), len(visible))
-        roll.call(self.calls, _described(call), alone=not _is_of_all(call))
+        roll.call(self.calls, _described(call), alone=not is_of_all(call))
         self._answer_for(roll.limit_s, lambda: roll.is_over or self._now() is not call)
         answers = roll.result()
         if answers is None:
@@ -702,7 +713,7 @@ the one rank that the call waits for.
 """
 
 
-def _is_of_all(call: tuple[Any, ...]) -> bool:
+def is_of_all(call: tuple[Any, ...]) -> bool:
     """Return whether all ranks come to a call, so that one of the waiting ranks reports it."""
     return call[2:] != (nobody,) and OWN not in call[3:]
 
@@ -734,8 +745,10 @@ class _Watching:
         watchdog.calls += 1
         watchdog.enter(self._call)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         self._watchdog.leave(self._call)
+        if error is not None and self._call[2] is None:
+            self._watchdog.abandon(self._call[0], error)
 
 
 class WatchedBarrier(NodeBarrier):

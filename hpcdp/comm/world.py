@@ -26,9 +26,10 @@ from ..core.arrays import Device, cpu, cuda_release, gpu
 from ..core.checks import instance, whole_number, whole_numbers
 from ..engine import Engine
 from ..engine.engine import Trace
-from ..errors import ConfigError, DeviceError, UnsupportedError
+from ..errors import ConfigError, DeviceError, UnsupportedError, WorldAborted
 from .communicator import Communicator, tell_servers
-from .consistency import Call, Calls, Refused, refuse
+from .consistency import FIELDS, Call, Calls, Refused, refuse
+from .roll_call import ABANDONED, CLOSED
 from .shared_memory import NodeMemory
 from .watchdog import Watchdog
 
@@ -445,14 +446,14 @@ class World:
 
     @property
     def is_closed(self) -> bool:
-        """True after `close`."""
+        """True after `close`, and after `abandon`."""
         return isinstance(self.comm, Refused)
 
     def _drop(self) -> None:
         for part in self.parts:
             part._drop()
         if (watchdog := self.kept.get(Watchdog)) is not None:
-            watchdog.end(has_closed=True)
+            watchdog.end(CLOSED)
         self.end()
         self.endings.clear()
         if self.parent is not None:
@@ -465,6 +466,25 @@ class World:
         )  # fmt: skip
         for release in self.closings.living():
             release()
+
+    def abandon(self, operation: str, error: BaseException) -> None:
+        """Let all communication of the world fail from now on, because ``error`` has left ``operation`` halfway.
+
+        Such as Ctrl-C, or an exception of a signal's handler: this rank's next call would be paired with one of which
+        other ranks still wait for the end. Their watchdogs name this rank, and end the job if they need it. Nothing
+        happens to a world of one rank.
+        """
+        if self.size == 1 or self.is_closed:
+            return
+        kept: dict[object, Any] = {key: self.kept[key] for key in (Engine, Watchdog) if key in self.kept}
+        if (watchdog := kept.get(Watchdog)) is not None:
+            watchdog.end(ABANDONED)
+        kept["abandoned"] = self.kept, [getattr(self, name) for name in FIELDS]  # MPI may still write into buffers
+        refuse(
+            self, WorldAborted, kept, expected="ranks that are in step",
+            got=f"a world in which {type(error).__name__} has ended this rank's {operation} halfway",
+            remedy="end the job; let handlers of signals only set a variable that the program reads between calls",
+        )  # fmt: skip
 
     @contextlib.contextmanager
     def meeting(self) -> Iterator[None]:
@@ -482,7 +502,7 @@ class World:
             if not self._meet():
                 self.meetings.clear()
         finally:
-            del self.kept["meeting"]
+            self.kept.pop("meeting", None)  # `abandon` has dropped it
 
     def _meet(self) -> bool:
         """Wait for all ranks; return whether a method of `meetings` lives on any of them."""

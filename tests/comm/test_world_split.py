@@ -1,9 +1,12 @@
 """Parts of a world are worlds: their ranks, nodes and rails, and what they compute together."""
 
+import contextlib
 import gc
 import io
 import os
 import re
+import signal
+import time
 import weakref
 from collections import Counter
 
@@ -203,7 +206,19 @@ def test_a_world_goes_with_the_last_that_holds_it(n):
         gc.enable()
 
 
-def test_a_rank_that_waits_in_a_world_that_another_has_closed_is_told(monkeypatch):
+def abandon(part):
+    with contextlib.suppress(TimeoutError), Watchdog.of(part).watching("barrier"):
+        raise TimeoutError
+
+
+@pytest.mark.parametrize(
+    ("leave", "said"),
+    [
+        (lambda part: part.close(), "has closed this world"),
+        (abandon, "has abandoned a call of this world"),
+    ],
+)
+def test_a_rank_that_waits_in_a_world_that_another_has_left_is_told(leave, said, monkeypatch):
     monkeypatch.setattr(watchdog, "_DEATH_S", 0.1)
     reports = [io.StringIO() for _ in range(3)]
 
@@ -212,14 +227,44 @@ def test_a_rank_that_waits_in_a_world_that_another_has_closed_is_told(monkeypatc
         part.kept[Watchdog] = Watchdog(part, 0, 2, reports[world.rank])
         part.comm.barrier()
         if world.rank == 1:
-            part.close()
+            leave(part)
         else:
             part.barrier()
 
     with pytest.raises(WorldAborted):
         thread_comm.run(3, rank)
-    said = "".join(each.getvalue() for each in reports)
-    assert re.search(r"barrier cannot end: rank 1 \(.*\) has closed this world; the job ends now\n", said)
+    reported = "".join(each.getvalue() for each in reports)
+    assert re.search(rf"barrier cannot end: rank 1 \(.*\) {said}; the job ends now\n", reported)
+
+
+@pytest.mark.mpi
+def test_a_call_that_an_exception_has_ended_halfway_leaves_a_world_that_only_refuses():
+    """Others may have met this rank in the call, and the world that it was split from works on."""
+    world = hpcdp.init()
+    part = world.split(0)
+    for _ in range(20):
+        part.barrier()
+
+    def interrupted(*_):
+        raise TimeoutError("a handler's own")
+
+    if world.rank != world.size - 1:
+        time.sleep(0.5 * (world.rank == 0))
+        part.barrier()
+    elif world.size > 1:
+        before = signal.signal(signal.SIGALRM, interrupted)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(TimeoutError):
+            part.barrier()
+        signal.signal(signal.SIGALRM, before)
+        for name in ("allreduce", "allgather"):
+            with raises(WorldAborted, operation=name, got=["TimeoutError", "barrier"], remedy="end the job"):
+                getattr(hpcdp, name)(np.ones(3), world=part)
+        with raises(WorldAborted, operation="barrier"):
+            part.barrier()
+        part.close()
+    world.barrier()
+    assert hpcdp.allreduce(np.ones(2), world=world)[0] == world.size
 
 
 def held():
