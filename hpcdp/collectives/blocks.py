@@ -25,7 +25,7 @@ import numpy as np
 
 from ..comm import Communicator, Request, World
 from ..comm.communicator import Steps, StepsTo, bounds, join_parts
-from ..comm.message_rounds import Block, Copy, Routes, routes_of
+from ..comm.message_rounds import Copy, RoutedBlock, Routes, routes_of
 from ..core.arrays import Array
 from . import ring, tree
 
@@ -208,10 +208,12 @@ def routed(sizes: np.ndarray, layout: BlockLayout, rank: int) -> tuple[Routes, l
     n = len(sizes)
     if sizes.ndim == 1:
         everyone = (1 << n) - 1
-        pairs = [(Block(source, size, everyone - (1 << source)), rank) for source, size in enumerate(sizes.tolist())]
+        pairs = [
+            (RoutedBlock(source, size, everyone - (1 << source)), rank) for source, size in enumerate(sizes.tolist())
+        ]
     else:
         pairs = [
-            (Block(source, size, (1 << dest) * (source != dest)), dest)
+            (RoutedBlock(source, size, (1 << dest) * (source != dest)), dest)
             for source, of_source in enumerate(sizes.tolist())
             for dest, size in enumerate(of_source)
         ]

@@ -61,7 +61,7 @@ import numpy as np
 from ..comm import Reduction, World
 from ..comm.communicator import MERGED, Messages, Steps, bounds, split
 from ..comm.consistency import Call, Calls
-from ..comm.message_rounds import MOST_NBYTES, Block, Carried, Copy, Part, Routed, Routes, routes_of
+from ..comm.message_rounds import MOST_NBYTES, Carried, Copy, Routed, RoutedBlock, Routes, SummedPart, routes_of
 from ..comm.progress import in_lanes, messages, together
 from ..comm.repeated import RepeatedRounds, repeated_moves, repeated_sum
 from ..core.arrays import Array, array_namespace
@@ -209,7 +209,7 @@ def _reduced(
     op: Reduction,
     world: World,
     finish: Callable[[], None],
-    parts: Sequence[Part] | None = None,
+    parts: Sequence[SummedPart] | None = None,
 ) -> Combined:
     return Combined(Calls.of(world).messages.sums(total, op, parts), finish)
 
@@ -225,7 +225,7 @@ def of_reduce(x: np.ndarray, op: Reduction, root: int, world: World) -> Combined
     is_root = world.rank == root
     total = op.widened(x if is_root else x.copy())
     finish = (lambda: op.finish(total, world.size, x)) if is_root else lambda: None
-    return _reduced(total, op, world, finish, [Part(0, x.size, root)])
+    return _reduced(total, op, world, finish, [SummedPart(0, x.size, root)])
 
 
 def of_reduce_scatter(x: np.ndarray, out: np.ndarray, op: Reduction, world: World) -> Combined:
@@ -234,10 +234,10 @@ def of_reduce_scatter(x: np.ndarray, out: np.ndarray, op: Reduction, world: Worl
     return _reduced(total, op, world, lambda: op.finish(split(total, n)[world.rank], n, out), _shards(x.size, n))
 
 
-def _shards(count: int, n: int) -> list[Part] | None:
+def _shards(count: int, n: int) -> list[SummedPart] | None:
     """Return the parts of a reduce-scatter; None if there are too many to look at."""
     ends = bounds(count, n)
-    return [Part(ends[r], ends[r + 1], r) for r in range(n)] if n <= _MOST_ROUTED_RANKS else None
+    return [SummedPart(ends[r], ends[r + 1], r) for r in range(n)] if n <= _MOST_ROUTED_RANKS else None
 
 
 def of_allgather(out: np.ndarray, world: World) -> Combined:
@@ -277,7 +277,7 @@ def _routes_of_allgather(ends: tuple[int, ...], rank: int, begins: bool = False)
     n = len(ends) - 1
     if n > _MOST_ROUTED_RANKS:
         return None
-    blocks = [Block(r, ends[r + 1] - ends[r], (1 << n) - 1 - (1 << r)) for r in range(n)]
+    blocks = [RoutedBlock(r, ends[r + 1] - ends[r], (1 << n) - 1 - (1 << r)) for r in range(n)]
     routes = routes_of(blocks, [0] * n if begins else ends[:n], rank, n)
     return routes if routes.longest <= MOST_NBYTES else None
 
@@ -287,7 +287,7 @@ def _routes_of_broadcast(nbytes: int, root: int, rank: int, n: int) -> Routes | 
     """Return the routes of an array of ``root``; None if it is too long."""
     if n > _MOST_ROUTED_RANKS or nbytes > MOST_NBYTES:
         return None
-    return routes_of([Block(root, nbytes, (1 << n) - 1 - (1 << root))], [0], rank, n)
+    return routes_of([RoutedBlock(root, nbytes, (1 << n) - 1 - (1 << root))], [0], rank, n)
 
 
 def _routed(
@@ -354,13 +354,13 @@ def _then_finished(machine: Steps, combined: Combined) -> Steps:
 
 def bound_allreduce(x: np.ndarray, op: Reduction, world: World, call: Call) -> RepeatedRounds | None:
     """Return ``run(x, x)`` that is an `allreduce` by recursive doubling; None if there is none."""
-    return repeated_sum(world, call, x, op, [Part(0, x.size, None)], 0, (x.dtype, x.size, None), 0)
+    return repeated_sum(world, call, x, op, [SummedPart(0, x.size, None)], 0, (x.dtype, x.size, None), 0)
 
 
 def bound_reduce(x: np.ndarray, op: Reduction, root: int, world: World, call: Call) -> RepeatedRounds | None:
     """Return ``run(x, out)`` that is a `reduce` of arrays like ``x`` into the ``out`` of ``root``."""
     out = (x.dtype, x.size, None) if world.rank == root else None
-    return repeated_sum(world, call, x, op, [Part(0, x.size, root)], 0, out, 0)
+    return repeated_sum(world, call, x, op, [SummedPart(0, x.size, root)], 0, out, 0)
 
 
 def bound_reduce_scatter(x: np.ndarray, op: Reduction, world: World, call: Call) -> RepeatedRounds | None:

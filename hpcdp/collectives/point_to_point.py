@@ -806,7 +806,7 @@ class _Inbox:
         """Held by the thread that looks for messages: receives may be waited for by different threads."""
 
     def claim(self, source: int) -> bool:
-        """See `short_messages.Turns`."""
+        """See `short_messages.ReceiveOrder`."""
         with self._turn:
             if self.waiting or source in self._claimed:
                 return False
@@ -814,7 +814,7 @@ class _Inbox:
             return True
 
     def release(self, source: int) -> None:
-        """See `short_messages.Turns`."""
+        """See `short_messages.ReceiveOrder`."""
         with self._turn:
             self._claimed.remove(source)
 

@@ -30,7 +30,7 @@ Wait = Callable[[Sequence[Request], np.ndarray], object]
 """``wait(requests, x)`` blocks until messages with ``x`` are complete."""
 
 
-class Turns(Protocol):
+class ReceiveOrder(Protocol):
     """The receives of one tag."""
 
     @property
@@ -136,7 +136,7 @@ class RepeatedReceive:
         tags: tuple[int, int],
         header: np.ndarray,
         like: np.ndarray,
-        inbox: Turns,
+        inbox: ReceiveOrder,
         active: TaskGroup,
         wait: Wait,
         other: Callable[[str, np.ndarray, np.ndarray], object],

@@ -105,7 +105,7 @@ class Nothing:
 NOTHING = Nothing()
 
 
-class Part(NamedTuple):
+class SummedPart(NamedTuple):
     """A part of an array that ranks reduce."""
 
     first: int
@@ -129,11 +129,11 @@ class Sum:
     """
 
     def __init__(
-        self, total: np.ndarray, op: Reduction, rank: int, n: int, parts: Sequence[Part] | None = None
+        self, total: np.ndarray, op: Reduction, rank: int, n: int, parts: Sequence[SummedPart] | None = None
     ) -> None:
         self._op, self._rank = op, rank
         self._rounds = rounds_of(rank, n)
-        self._total, self._parts = total, parts or [Part(0, total.size, None)]
+        self._total, self._parts = total, parts or [SummedPart(0, total.size, None)]
         self._p = power_of_two(n)
 
     def _on_the_way(self, number: int, sends: bool) -> Iterator[tuple[np.ndarray, int]]:
@@ -167,7 +167,7 @@ class Sum:
                 values[...] = other
 
 
-def parts_on_the_way(parts: Sequence[Part], round_: Round, rank: int, p: int, sends: bool) -> list[Part]:
+def parts_on_the_way(parts: Sequence[SummedPart], round_: Round, rank: int, p: int, sends: bool) -> list[SummedPart]:
     """Return the parts that the message has which ``rank`` sends, or receives, in a round."""
     if not (round_.sends if sends else round_.receives):
         return []
@@ -188,7 +188,7 @@ def _leads(lane: int, peer: int, receiver: int, p: int) -> bool:
     return receiver % p & low == peer & low
 
 
-class Block(NamedTuple):
+class RoutedBlock(NamedTuple):
     """Data that one rank sends to others."""
 
     source: int
@@ -220,7 +220,7 @@ class Routes(NamedTuple):
     """The bytes of the longest message of any rank."""
 
 
-def routes_of(blocks: Sequence[Block], firsts: Sequence[int], rank: int, n: int) -> Routes:
+def routes_of(blocks: Sequence[RoutedBlock], firsts: Sequence[int], rank: int, n: int) -> Routes:
     """Return the routes of ``blocks`` through ``rank``.
 
     Args:
@@ -309,7 +309,7 @@ class ByMessages:
         self._tickets = self._served = 0
         self._buffers: list[np.ndarray] = []
 
-    def sums(self, total: np.ndarray, op: Reduction, parts: Sequence[Part] | None = None) -> list[Sum]:
+    def sums(self, total: np.ndarray, op: Reduction, parts: Sequence[SummedPart] | None = None) -> list[Sum]:
         """Return what reduces ``total``, shape ``(count,)``, in place; a long array in pieces, each for all ranks."""
         rank, n = self.comm.rank, self.comm.size
         if total.nbytes <= MOST_NBYTES:
@@ -317,7 +317,7 @@ class ByMessages:
         return [Sum(piece, op, rank, n) for piece in split(total, -(-total.nbytes // MOST_NBYTES))]
 
     def agree(self, call: Call, carried: Sequence[Carried] = (NOTHING,)) -> None:
-        """Block until every rank has made ``call``, and exchange what is ``carried``, one after another.
+        """RoutedBlock until every rank has made ``call``, and exchange what is ``carried``, one after another.
 
         Raises:
             MismatchError: ranks have made different calls; the same on every rank. The data are undefined then.
@@ -331,7 +331,7 @@ class ByMessages:
         self, call: Call, tag: int, carried: Carried = NOTHING, first: int = 0, met: Exception | None = None
     ) -> None:
         """Run the rounds from the ``first`` one on, blocking, after an exception of an earlier one; see `agree`."""
-        state = _State(call.signature, met)
+        state = _Agreement(call.signature, met)
         for number, (lane, peer, sends, receives) in enumerate(self.rounds[first:], first):
             buffers = self.buffers(number)
             pieces = state.written(buffers[0], number, carried) if sends else []
@@ -385,7 +385,7 @@ class ByMessages:
     def _exchange(self, call: Call, tag: int, carried: Sequence[Carried]) -> Steps:
         comm, (mine, other) = self.comm, new_buffers()
         for data in carried:
-            state = _State(call.signature)
+            state = _Agreement(call.signature)
             for number, (lane, peer, sends, receives) in enumerate(self.rounds):
                 pieces = state.written(mine, number, data) if sends else []
                 incoming = [comm.irecv_up_to(other[:WHOLE_NBYTES], peer, tag + lane)] if receives else []
@@ -417,7 +417,7 @@ def new_buffers() -> np.ndarray:
     return np.empty((2, HEADER_NBYTES + MOST_NBYTES), np.uint8)
 
 
-class _State:
+class _Agreement:
     """A rank's knowledge of the others' calls in an exchange.
 
     Args:

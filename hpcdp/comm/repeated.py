@@ -28,8 +28,8 @@ from .message_rounds import (
     Copy,
     Differs,
     OtherForm,
-    Part,
     Routes,
+    SummedPart,
     first_word,
     parts_of,
     parts_on_the_way,
@@ -245,7 +245,7 @@ class RepeatedRounds:
         kernel, messages = self._kernel, self._messages
         progress, meetings, protected = ProgressEngine.of(world), world.meetings, state.held
         watchdog, calls, active = progress.watchdog, progress.calls, progress.active
-        done, different = (getattr(kernels.load("message_rounds"), name) for name in ("DONE", "DIFFERENT"))
+        done, different = (getattr(kernels.load("message_stages"), name) for name in ("DONE", "DIFFERENT"))
         rounds = []
         for number, (lane, peer, sends, receives) in enumerate(messages.rounds):
             sent, received = messages.buffers(number)
@@ -309,7 +309,7 @@ def repeated_sum(
     call: Call,
     x: np.ndarray,
     op: Reduction,
-    parts: Sequence[Part],
+    parts: Sequence[SummedPart],
     first: int,
     out: Like | None,
     rule: int,
@@ -333,7 +333,7 @@ def repeated_sum(
     is_sum = op.named and op.name in ("sum", "mean")
     if not _is_repeated(world, call) or not is_sum or not 0 < x.nbytes <= MOST_NBYTES:
         return None
-    kernel, repeated = kernels.load("message_rounds"), kernels.load("shm_repeated")
+    kernel, repeated = kernels.load("message_stages"), kernels.load("shm_repeated")
     if numbers.dtype not in kernels.load("shm_exchange").DTYPES:
         return None
     messages, p, size = Calls.of(world).messages, power_of_two(n), x.itemsize
@@ -379,7 +379,7 @@ def repeated_sum(
     return RepeatedRounds(run, messages, *nbytes)
 
 
-def _places(parts: Sequence[Part], itemsize: int) -> dict[Part, int]:
+def _places(parts: Sequence[SummedPart], itemsize: int) -> dict[SummedPart, int]:
     """Return where each part begins in a message that has these, in bytes after the header."""
     ends = accumulate(((part.last - part.first) * itemsize for part in parts), initial=0)
     return dict(zip(parts, ends, strict=False))
@@ -401,7 +401,7 @@ def repeated_moves(
     """
     if not _is_repeated(world, call) or routes.longest > MOST_NBYTES:
         return None
-    kernel, repeated = kernels.load("message_rounds"), kernels.load("shm_repeated")
+    kernel, repeated = kernels.load("message_stages"), kernels.load("shm_repeated")
     messages = Calls.of(world).messages
 
     def words_of(copies: Sequence[Copy], place: int, begin: int) -> list[int]:

@@ -5,7 +5,7 @@ import pytest
 
 import hpcdp
 from hpcdp.comm import message_rounds, repeated, thread_comm
-from hpcdp.comm.message_rounds import HEADER_NBYTES, WHOLE_NBYTES, Block, rounds_of, routes_of
+from hpcdp.comm.message_rounds import HEADER_NBYTES, WHOLE_NBYTES, RoutedBlock, rounds_of, routes_of
 from hpcdp.errors import MismatchError
 
 
@@ -118,7 +118,7 @@ def test_counts_that_change_are_exchanged_again():
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 7, 8])
 def test_routes_bring_each_block_to_its_receivers(n):
     receivers = [(number * 37 + 11) % (1 << n) & ~(1 << number % n) for number in range(3 * n)]
-    blocks = [Block(number % n, number % 5, bits) for number, bits in enumerate(receivers)]
+    blocks = [RoutedBlock(number % n, number % 5, bits) for number, bits in enumerate(receivers)]
     data = [[] for _ in range(n)]
     firsts = []
     for number, block in enumerate(blocks):
