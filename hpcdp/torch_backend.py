@@ -4,7 +4,7 @@ PyTorch calls `register` through the entry point group ``torch.backends``. It ne
 NumPy. The backend itself, `hpcdp.torch.process_group`, is imported when a process group is made.
 
 Under a launcher of MPI the rendezvous ``env://`` needs no address: where ``MASTER_ADDR`` is not set, c10d's store lives
-on MPI (`hpcdp.torch.c10d_store`).
+on MPI (`hpcdp.torch.c10d_store`). On several nodes ``MASTER_ADDR`` is then set, for libraries that ask for it.
 """
 
 from __future__ import annotations
@@ -65,15 +65,20 @@ def _create(*args: Any) -> Any:
 def _take_rendezvous(rendezvous: Any) -> None:
     """Answer ``env://`` without an address under a launcher of MPI."""
     default = rendezvous._rendezvous_handlers["env"]
+    own_address = ""
 
     def handler(url: str, timeout: Any = None, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
-        if os.environ.get("MASTER_ADDR") or launched_ranks() is None:
+        nonlocal own_address
+        address = os.environ.get("MASTER_ADDR", "")
+        if address != own_address or launched_ranks() is None:
             limit = {} if timeout is None else {"timeout": timeout}
             yield from default(url, **limit, **kwargs)
             return
         from .torch.c10d_store import open_store
 
-        store, rank, size = open_store(timeout)
+        store, rank, size, host = open_store(timeout)
+        if host is not None:
+            own_address = os.environ["MASTER_ADDR"] = host  # Accelerate refuses several nodes without it
         asked = parse_qs(urlsplit(url).query)  # rank= and world_size= of init_process_group, which `create` compares
         yield store, int(asked.get("rank", [rank])[0]), int(asked.get("world_size", [size])[0])
 

@@ -6,6 +6,7 @@ c10d needs a store to make a process group, and NCCL to exchange its identifiers
 from __future__ import annotations
 
 import functools
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,14 +30,29 @@ _LEAST_LIMIT_S = 60.0
 """The shortest wait for an answer of rank 0, which may run code that holds the GIL."""
 
 
-def open_store(timeout: timedelta | None = None) -> tuple[Any, int, int]:
-    """Return a store for a new default process group, this rank and the number of ranks; every rank must call."""
+_HOST = "host of rank 0"
+"""A key."""
+
+
+def open_store(timeout: timedelta | None = None) -> tuple[Any, int, int, str | None]:
+    """Open the store of a new default process group; every rank must call.
+
+    Returns:
+        The store, this rank, the number of ranks, and the name of rank 0's host; None in place of the name if all ranks
+        are on one node.
+    """
     world = init()
     store = world.keep(MpiStore, lambda: MpiStore(world))
     if timeout is not None:
         store.set_timeout(timeout)
     store.opened += 1  # keys of an earlier default group must not be found
-    return dist.PrefixStore(str(store.opened), store), world.rank, world.size
+    opened = dist.PrefixStore(str(store.opened), store)
+    host = None
+    if world.num_nodes > 1:
+        if world.rank == 0:
+            opened.set(_HOST, socket.gethostname())
+        host = opened.get(_HOST).decode()
+    return opened, world.rank, world.size, host
 
 
 class Keys:

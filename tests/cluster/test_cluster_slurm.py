@@ -115,6 +115,29 @@ def test_pytorch_models_train_as_one_process_does(slurm: Cluster, tasks: list[st
     assert max(each[f"difference by {owner}"] for each in found for owner in ("rank", "shard")) < 1e-5
 
 
+DISTRIBUTED = """
+import os
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+for _ in range(2):
+    dist.init_process_group("hpcdp")
+    model = DistributedDataParallel(torch.nn.Linear(2, 1))
+    model(torch.full((1, 2), 1.0 + dist.get_rank())).sum().backward()
+    print(dist.get_rank(), os.environ["MASTER_ADDR"], model.module.weight.grad.tolist(), flush=True)
+    dist.destroy_process_group()
+"""
+
+
+def test_torch_distributed_needs_no_address_and_gives_rank_0s_host(slurm: Cluster) -> None:
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    script = slurm.folder / "distributed.py"
+    script.write_text(DISTRIBUTED)
+    lines = srun(slurm, "--mpi=pmix", "-N", "2", "-n", "2", sys.executable, str(script))
+    assert sorted(lines) == [f"{rank} node1 [[1.5, 1.5]]" for rank in (0, 0, 1, 1)]
+
+
 def test_ranks_that_srun_has_not_joined_are_told_how(slurm: Cluster) -> None:
     done = slurm.on(1, ["srun", "-n", "2", sys.executable, "-c", "import hpcdp; hpcdp.init()"], 60)
     assert done.returncode != 0

@@ -585,3 +585,4 @@ def test_other_numbers_than_those_of_mpi_are_refused():
 def test_variables_of_torchrun():
     assert os.environ["RANK"] == str(dist.get_rank()) and os.environ["WORLD_SIZE"] == str(dist.get_world_size())
     assert os.environ["THP_MEM_ALLOC_ENABLE"] == "1"  # PyTorch's own, for huge pages
+    assert ("MASTER_ADDR" in os.environ) == (hpcdp.init().num_nodes > 1)
