@@ -23,6 +23,7 @@ from typing import TextIO
 
 import hypothesis
 import pytest
+from pairs import thorough_of
 
 from hpcdp.core.environment import launched_rank, launched_ranks
 
@@ -111,6 +112,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 raise pytest.UsageError(f"{item.nodeid}: its own file must say mark.{name}")
         if only not in marks if only else ("mpi" in marks and not with_mpi) or ("alone" in marks and alone == "not"):
             unwanted.append(item)
+    if not THOROUGH:
+        unwanted += thorough_of(items)
     if unwanted:
         config.hook.pytest_deselected(items=unwanted)
         out = set(unwanted)

@@ -1,4 +1,4 @@
-"""Grids of parameters of which ordinary runs have what makes each pair of values meet, and `make test-thorough` all."""
+"""Grids of parameters: ordinary runs take a test for each pair of values, and `make test-thorough` all tests."""
 
 import itertools
 import os
@@ -18,18 +18,61 @@ def pairs(*axes: Iterable[Any]) -> list[Any]:
     """
     grids = [list(axis) for axis in axes]
     places = list(itertools.product(*(range(len(grid)) for grid in grids)))
+    chosen = covering(places)
+    values = {place: [grid[at] for grid, at in zip(grids, place, strict=True)] for place in places}
+    return _of_this_run([(values[place], place in chosen) for place in places])
+
+
+def covering(places: Sequence[tuple[int, ...]]) -> set[tuple[int, ...]]:
+    """Select places of a grid so that each two values meet in one of them that meet in any."""
     left = {place: _meetings(place) for place in places}
     chosen = set()
     while True:
-        best = max(places, key=lambda place: len(left[place]))  # the first of the best
+        best = max(left, key=lambda place: len(left[place]))  # the first of the best
         met = set(left[best])
         if not met:
-            break
+            return chosen
         chosen.add(best)
         for meetings in left.values():
             meetings -= met
-    values = {place: [grid[at] for grid, at in zip(grids, place, strict=True)] for place in places}
-    return _of_this_run([(values[place], place in chosen) for place in places])
+
+
+def thorough_of(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """Return the tests that ordinary runs leave out of grids of three or more axes.
+
+    An axis is a `parametrize` decorator, or a fixture with parameters. Ordinary runs keep a test of each grid for every
+    two values of different axes. The grids of `pairs` and `in_turn` are one axis each.
+    """
+    grids: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if hasattr(item, "callspec") and not item.get_closest_marker("thorough"):
+            grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    found = []
+    for cases in grids.values():
+        axes = _axes(cases[0]) if len(cases) > 4 else []
+        if len(axes) < 3 or any(case.get_closest_marker("mpi") for case in cases):
+            continue  # of real ranks, each run has cases of its own
+        numbers: list[dict[object, int]] = [{} for _ in axes]
+        places = [
+            tuple(
+                known.setdefault(tuple(id(case.callspec.params[name]) for name in axis), len(known))
+                for axis, known in zip(axes, numbers, strict=True)
+            )
+            for case in cases
+        ]
+        if len(set(places)) == len(places):
+            chosen = covering(places)
+            found += [case for case, place in zip(cases, places, strict=True) if place not in chosen]
+    return found
+
+
+def _axes(item: Any) -> list[tuple[str, ...]]:
+    params = item.callspec.params
+    axes = []
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0] if mark.args else mark.kwargs["argnames"]
+        axes.append(tuple(name.strip() for name in names.split(",")) if isinstance(names, str) else tuple(names))
+    return axes + [(name,) for name in params if not any(name in axis for axis in axes)]
 
 
 def in_turn(turns: Sequence[Any], *axes: Iterable[Any]) -> list[Any]:

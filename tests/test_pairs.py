@@ -1,10 +1,11 @@
 """What ordinary runs take of a grid: each pair of values, and what thorough ones add: all combinations."""
 
 import itertools
+from pathlib import Path
 
 import pairs as module
 import pytest
-from pairs import in_turn, pairs
+from pairs import in_turn, pairs, thorough_of
 
 AXES = [[1, 2, 3], ["a", "b"], [None, 0.5], [(1, 2), (3, 4), (5, 6), (7, 8)]]
 
@@ -31,3 +32,36 @@ def test_combinations_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [each.values for each in in_turn([0, 1], "abc")] == [(0, "a"), (1, "b"), (0, "c")]
     monkeypatch.setattr(module, "THOROUGH", True)
     assert len(in_turn([0, 1], "abc")) == 6
+
+
+GRID = """
+import pytest
+@pytest.fixture(params=[0, 1])
+def fixed(request): return request.param
+@pytest.mark.parametrize("a", [1, 2, pytest.param(3, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(("b", "c"), [(0, 1), (0, 2), (1, 1)])
+def test_grid(a, b, c, fixed): pass
+@pytest.mark.parametrize("a", [1, 2, 3])
+@pytest.mark.parametrize("b", [1, 2, 3])
+def test_two_axes(a, b): pass
+"""
+
+
+def test_of_three_decorators_or_fixtures_each_pair_of_values_meets(tmp_path: Path) -> None:
+    (tmp_path / "test_grid.py").write_text(GRID)
+
+    class Collected:
+        def pytest_collection_finish(self, session: pytest.Session) -> None:
+            self.items = session.items
+
+    collected = Collected()
+    pytest.main(["--collect-only", f"--rootdir={tmp_path}", "-pno:terminal", str(tmp_path)], plugins=[collected])
+    left_out = set(thorough_of(collected.items))
+    kept = [item for item in collected.items if item not in left_out]
+    assert len(collected.items) == 27 and sum("two_axes" in item.nodeid for item in kept) == 9
+    grid = [item for item in kept if "::test_grid" in item.nodeid]
+    assert sum(item.get_closest_marker("thorough") is not None for item in grid) == 6  # are skipped
+    found = [item.callspec.params for item in grid if not item.get_closest_marker("thorough")]
+    assert len(found) == 6
+    for one, other in (("a", "fixed"), ("b", "fixed"), ("c", "a"), ("b", "a")):
+        assert len({(params[one], params[other]) for params in found}) == 4
