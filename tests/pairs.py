@@ -1,4 +1,4 @@
-"""Grids of parameters: ordinary runs take a test for each pair of values, and `make test-thorough` all tests."""
+"""What ordinary runs take of grids of parameters and of numbers of ranks; `make test-thorough` takes all."""
 
 import itertools
 import os
@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
+
+from hpcdp.core.environment import launched_ranks
 
 THOROUGH = os.environ.get("HPCDP_TEST_THOROUGH", "") not in ("", "0")
 
@@ -18,14 +20,14 @@ def pairs(*axes: Iterable[Any]) -> list[Any]:
     """
     grids = [list(axis) for axis in axes]
     places = list(itertools.product(*(range(len(grid)) for grid in grids)))
-    chosen = covering(places)
+    chosen = covering(places, range(len(grids)))
     values = {place: [grid[at] for grid, at in zip(grids, place, strict=True)] for place in places}
     return _of_this_run([(values[place], place in chosen) for place in places])
 
 
-def covering(places: Sequence[tuple[int, ...]]) -> set[tuple[int, ...]]:
-    """Select places of a grid so that each two values meet in one of them that meet in any."""
-    left = {place: _meetings(place) for place in places}
+def covering(places: Sequence[tuple[int, ...]], strict: Sequence[int]) -> set[tuple[int, ...]]:
+    """Select places of a grid so that each value occurs, and each two values of ``strict`` axes that meet in any."""
+    left = {place: _meetings(place, strict) for place in places}
     chosen = set()
     while True:
         best = max(left, key=lambda place: len(left[place]))  # the first of the best
@@ -38,10 +40,11 @@ def covering(places: Sequence[tuple[int, ...]]) -> set[tuple[int, ...]]:
 
 
 def thorough_of(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """Return the tests that ordinary runs leave out of grids of three or more axes.
+    """Return the tests that ordinary runs leave out of grids.
 
-    An axis is a `parametrize` decorator, or a fixture with parameters. Ordinary runs keep a test of each grid for every
-    two values of different axes. The grids of `pairs` and `in_turn` are one axis each.
+    An axis is a `parametrize` decorator, or a fixture with parameters. Ordinary runs keep a test for every two values
+    of different decorators, and for every value of a fixture. Of a grid marked `each_value`, whose axes do not
+    interact, they keep a test for every value. The grids of `pairs` and `in_turn` are one axis each.
     """
     grids: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -49,8 +52,8 @@ def thorough_of(items: Iterable[pytest.Item]) -> list[pytest.Item]:
             grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
     found = []
     for cases in grids.values():
-        axes = _axes(cases[0]) if len(cases) > 4 else []
-        if len(axes) < 3 or any(case.get_closest_marker("mpi") for case in cases):
+        axes, num_strict = _axes(cases[0])
+        if len(axes) < 2 or any(case.get_closest_marker("mpi") for case in cases):
             continue  # of real ranks, each run has cases of its own
         numbers: list[dict[object, int]] = [{} for _ in axes]
         places = [
@@ -61,18 +64,20 @@ def thorough_of(items: Iterable[pytest.Item]) -> list[pytest.Item]:
             for case in cases
         ]
         if len(set(places)) == len(places):
-            chosen = covering(places)
+            chosen = covering(places, range(0 if cases[0].get_closest_marker("each_value") else num_strict))
             found += [case for case, place in zip(cases, places, strict=True) if place not in chosen]
     return found
 
 
-def _axes(item: Any) -> list[tuple[str, ...]]:
+def _axes(item: Any) -> tuple[list[tuple[str, ...]], int]:
+    """Return the names of the parameters of each axis, and the number of decorators, which are first."""
     params = item.callspec.params
     axes = []
     for mark in item.iter_markers("parametrize"):
         names = mark.args[0] if mark.args else mark.kwargs["argnames"]
         axes.append(tuple(name.strip() for name in names.split(",")) if isinstance(names, str) else tuple(names))
-    return axes + [(name,) for name in params if not any(name in axis for axis in axes)]
+    fixtures = [(name,) for name in params if not any(name in axis for axis in axes)]
+    return axes + fixtures, len(axes)
 
 
 def in_turn(turns: Sequence[Any], *axes: Iterable[Any]) -> list[Any]:
@@ -89,6 +94,12 @@ def in_turn(turns: Sequence[Any], *axes: Iterable[Any]) -> list[Any]:
     )
 
 
+def only_on(*sizes: int) -> None:
+    """Skip a module of real ranks where ordinary runs have another number of them, before it imports much."""
+    if launched_ranks() not in (None, *sizes) and not THOROUGH:
+        pytest.skip("long: make test-thorough runs it", allow_module_level=True)
+
+
 def _of_this_run(cases: list[tuple[list[Any], bool]]) -> list[Any]:
     return [
         pytest.param(*values, marks=() if is_ordinary else pytest.mark.thorough)
@@ -97,5 +108,6 @@ def _of_this_run(cases: list[tuple[list[Any], bool]]) -> list[Any]:
     ]
 
 
-def _meetings(place: tuple[int, ...]) -> set[tuple[int, int, int, int]]:
-    return {(a, place[a], b, place[b]) for a, b in itertools.combinations(range(len(place)), 2)}
+def _meetings(place: tuple[int, ...], strict: Sequence[int]) -> set[tuple[int, ...]]:
+    met = {(a, place[a], b, place[b]) for a, b in itertools.combinations(strict, 2)}
+    return met | {(a, at) for a, at in enumerate(place) if a not in strict or len(strict) == 1}

@@ -34,6 +34,7 @@ def test_combinations_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(in_turn([0, 1], "abc")) == 6
 
 
+NAMES = ("test_grid", "test_two_axes", "test_each_value")
 GRID = """
 import pytest
 @pytest.fixture(params=[0, 1])
@@ -44,10 +45,14 @@ def test_grid(a, b, c, fixed): pass
 @pytest.mark.parametrize("a", [1, 2, 3])
 @pytest.mark.parametrize("b", [1, 2, 3])
 def test_two_axes(a, b): pass
+@pytest.mark.each_value
+@pytest.mark.parametrize("a", [1, 2, 3])
+@pytest.mark.parametrize("b", [1, 2, 3])
+def test_each_value(a, b, fixed): pass
 """
 
 
-def test_of_three_decorators_or_fixtures_each_pair_of_values_meets(tmp_path: Path) -> None:
+def test_each_pair_of_values_of_decorators_meets_and_each_value_of_others_occurs(tmp_path: Path) -> None:
     (tmp_path / "test_grid.py").write_text(GRID)
 
     class Collected:
@@ -58,10 +63,11 @@ def test_of_three_decorators_or_fixtures_each_pair_of_values_meets(tmp_path: Pat
     pytest.main(["--collect-only", f"--rootdir={tmp_path}", "-pno:terminal", str(tmp_path)], plugins=[collected])
     left_out = set(thorough_of(collected.items))
     kept = [item for item in collected.items if item not in left_out]
-    assert len(collected.items) == 27 and sum("two_axes" in item.nodeid for item in kept) == 9
-    grid = [item for item in kept if "::test_grid" in item.nodeid]
+    cases = {name: [item for item in kept if f"::{name}[" in item.nodeid] for name in NAMES}
+    assert len(collected.items) == 18 + 9 + 18
+    assert len(cases["test_two_axes"]) == 9 and len(cases["test_each_value"]) == 3
+    grid = cases["test_grid"]
     assert sum(item.get_closest_marker("thorough") is not None for item in grid) == 6  # are skipped
     found = [item.callspec.params for item in grid if not item.get_closest_marker("thorough")]
-    assert len(found) == 6
-    for one, other in (("a", "fixed"), ("b", "fixed"), ("c", "a"), ("b", "a")):
-        assert len({(params[one], params[other]) for params in found}) == 4
+    assert len(found) == 6 and {params["fixed"] for params in found} == {0, 1}
+    assert len({(params["a"], params["b"], params["c"]) for params in found}) == 6

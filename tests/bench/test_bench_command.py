@@ -79,6 +79,7 @@ def test_names_of_osu_are_taken(name: str, known_as: str) -> None:
     assert command.parse([name, "-m", "8"]).benchmark == known_as
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("given", [[], ["-c"]])
 @pytest.mark.parametrize("name", OSU_COLUMNS)
 def test_osu_columns(name: str, given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -347,7 +348,14 @@ def test_files(tmp_path: Path) -> None:
         assert row["busbw_gb_s"] == pytest.approx(row["algbw_gb_s"] / 2)
 
 
-@pytest.mark.parametrize("name", ["allreduce", "latency", "bibandwidth", "iallreduce"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "allreduce",
+        "bibandwidth",
+        *(pytest.param(each, marks=pytest.mark.thorough) for each in ("latency", "iallreduce")),
+    ],
+)
 def test_plot(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "LIMIT_NBYTES", 1 << 20)
     path = tmp_path / "curve.png"

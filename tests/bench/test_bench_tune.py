@@ -141,7 +141,9 @@ def test_where_ranks_share_cores_nothing_is_predicted(tables, monkeypatch, capsy
     assert thread_comm.run(2, lambda world: algorithm_choice.choice(world, "reduce", 4)) == [rows[0][1]] * 2
 
 
-@pytest.mark.parametrize(("ranks", "per_node"), [(2, None), (3, (2, 1)), (2, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "per_node"), [pytest.param(2, None, marks=pytest.mark.thorough), (3, (2, 1)), (2, 1)]
+)
 def test_what_was_tuned_is_saved_and_followed(tables, monkeypatch, capsys, ranks, per_node):
     monkeypatch.setattr(algorithm_choice, "crowded", lambda world: "")
     assert thread_comm.run(ranks, lambda world: tune.tune(world, SHORT), per_node) == [0] * ranks
@@ -305,6 +307,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(tab
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.thorough  # thread ranks tune in other tests
 @pytest.mark.mpi
 def test_real_ranks_tune(tables, capsys):
     import hpcdp

@@ -81,6 +81,7 @@ def test_the_picture(tmp_path: Path) -> None:
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.thorough  # tests/cluster has hosts
 @pytest.mark.skipif(obstacle() is not None, reason=f"no hosts can be made here: {obstacle()}")
 def test_on_hosts(tmp_path: Path) -> None:
     found = tmp_path / "report.json"

@@ -327,7 +327,7 @@ def test_processes_that_end_while_a_save_is_under_way(ending, ranks, status, tmp
     assert np.array_equal(found.state["weights"], samples.weights(4))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_a_program_fails_whose_last_save_fails_after_its_end(ranks, tmp_path):
     environ = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
     program = [sys.executable, "-c", PROGRAM, str(tmp_path), "full"]

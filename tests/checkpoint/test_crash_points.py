@@ -63,6 +63,7 @@ def check_complete(path, world, *values):
     return found
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "way", [pytest.param(way, marks=[] if way == "atomic" else pytest.mark.thorough) for way in WAYS]
 )
@@ -134,7 +135,7 @@ def patching(world, fails, rank):
         (True, "rank", 0),
         (True, "rank", 1),
         (False, "rank", 0),
-        (False, "rank", 1),
+        pytest.param(False, "rank", 1, marks=pytest.mark.thorough),
         pytest.param(True, "node", 0, marks=pytest.mark.thorough),  # writes what a rank does, for the node
         (True, "node", 1),
     ],

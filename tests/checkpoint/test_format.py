@@ -23,6 +23,7 @@ def read_checkpoint():
     return names["read_checkpoint"]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("compression", [None, "gzip", "lzf"])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_the_reader_of_the_page(read_checkpoint, ranks, compression, tmp_path):

@@ -28,9 +28,9 @@ from hpcdp.core.arrays import dtype_of
 REDUCING = [(c, a) for c in ("allreduce", "reduce_scatter", "reduce") for a in [*ALGORITHMS[c], "auto"]]
 MOVING = [(c, a) for c in ("allgather", "broadcast") for a in [*ALGORITHMS[c], "auto"]]
 RANKS = pytest.mark.parametrize(
-    "n", [pytest.param(n, marks=pytest.mark.thorough if n in (4, 7) else ()) for n in range(1, 9)]
+    "n", [pytest.param(n, marks=pytest.mark.thorough if n in (4, 5, 7) else ()) for n in range(1, 9)]
 )
-"""Of powers of two, and of odd numbers, the ordinary tests leave out one each."""
+"""Of powers of two, and of odd numbers, the ordinary tests leave out some."""
 THOROUGH = os.environ.get("HPCDP_TEST_THOROUGH")
 LIKE_OTHERS = ("int32", "uint8", "uint32")
 """Of which `shared` has kernels that are compiled from the same lines as those of the integers left."""
@@ -116,6 +116,7 @@ def test_other_reductions(collective, algorithm, n, short_segments):
     thread_comm.run(n, rank)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @pytest.mark.parametrize("count", [0, 1, 7, 70_001, 600_011])
 def test_a_repeated_reduce_changes_the_result_of_the_root_only(n, count):

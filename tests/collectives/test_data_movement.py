@@ -362,6 +362,7 @@ def test_grouped_operations(n, nodes, arrays):
     thread_comm.run(n, rank, nodes)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("nodes", [None, 1])
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_operations_of_several_calls_are_under_way_together(n, nodes):
@@ -535,6 +536,7 @@ def test_an_alltoall_over_nodes_tells_a_rank_no_more_than_it_needs(monkeypatch):
     assert thread_comm.run(8, rank, [2, 2, 2, 2]) == [[[2 + 3, 8 + 3 * 8 + 3 * 16], [3, 3 * 24]]] * 8
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("way", ["read", "take turns", "refused"])
 def test_long_data_are_read_in_place_or_staged_in_pieces(way, n, monkeypatch):

@@ -12,6 +12,7 @@ from hpcdp.comm import thread_comm
 NODES = [(5, 2), (7, 3), (8, 3), (6, (2, 1, 3)), (8, (4, 4)), (8, (1, 3, 4)), (4, (1, 1, 1, 1)), (3, (3,)), (1, (1,))]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("segment_nbytes", [512, 1 << 19])
 @pytest.mark.parametrize(("n", "nodes"), NODES)
 def test_any_ranks_per_node(n, nodes, segment_nbytes, monkeypatch):

@@ -53,6 +53,7 @@ def send_long_arrays(world):
         np.testing.assert_array_equal(spread, np.stack([theirs, np.zeros_like(theirs)], 1))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("has_cores", [True, False])
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_long_arrays_of_all_sizes(n, has_cores):

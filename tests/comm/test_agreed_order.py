@@ -14,6 +14,7 @@ from hpcdp.comm.progress import TaskGroup
 from hpcdp.comm.shared_memory import ProgressCounters
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 def test_all_start_in_one_order_and_nobody_waits_for_ever(n, seed):

@@ -112,6 +112,7 @@ def test_ranks_of_a_node_get_the_same_error(first, second, expected, got, soon):
     assert set(texts) == {texts[0]}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("per_node", [1, 2])
 @pytest.mark.parametrize(("first", "second", "expected", "got"), [CASES[0], CASES[4], CASES[8]])
 def test_ranks_of_several_nodes_are_ended(first, second, expected, got, per_node, soon):

@@ -43,6 +43,7 @@ def within(change):
     return changed
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize(("n", "per_node"), WORLDS)
 def test_all_ranks_change_them_once(n, per_node, how):

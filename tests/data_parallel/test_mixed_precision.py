@@ -102,6 +102,7 @@ def test_float32_copies_are_updated_and_rounded_whoever_updates(half, settings, 
             np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_reproducible_training_has_the_same_bits_on_any_ranks(n, half):
@@ -459,7 +460,7 @@ def learn(world, dtype, epochs=4):
     return found.accuracy, trainer.num_nonfinite, trainer.step_count + trainer.num_nonfinite, trainer.loss_scale
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.thorough), 3])
 def test_the_digits_are_learnt_as_well_as_in_float32(n):
     wide, narrow, brain = (thread_comm.run(n, lambda world, d=d: learn(world, d))[0] for d in ("float32", *HALVES))
     assert wide[0] > 0.93 and abs(narrow[0] - wide[0]) < 0.015 and abs(brain[0] - wide[0]) < 0.02

@@ -110,6 +110,7 @@ def test_the_same_ranks_go_on_with_the_same_bits(layout, owner, optimizer):
     same(params_after, params_straight)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("n", "per_node"), WORLDS)
 @pytest.mark.parametrize(("owner", "then"), [("rank", "shard"), ("shard", "rank"), ("shard", "shard")])
 def test_any_number_of_ranks_and_any_owner_take_it_over(n, per_node, owner, then):

@@ -1,5 +1,6 @@
 """Gradients encoded by CUDA against the specification, on this processor (`cupy_module`)."""
 
+import os
 from types import ModuleType
 from typing import Any
 
@@ -171,7 +172,7 @@ def test_top_k_sets_few_candidates_aside(cupy: ModuleType, monkeypatch: pytest.M
     x = np.random.default_rng(3).standard_normal(1 << 17).astype(np.float32)
     k = x.size // 100
     grad, residual = cupy.asarray(x), cupy.asarray(np.zeros_like(x))
-    for _ in range(12):
+    for _ in range(12 if os.environ.get("HPCDP_TEST_THOROUGH") else 5):
         sent = cupy.asarray(np.empty(k, np.uint32)), cupy.asarray(np.empty(k, np.float32))
         kernels.encode_top_k(grad, residual, *sent)
         assert k <= numbers[-2] == numbers[-1] <= 2 * k  # the second time nothing was done

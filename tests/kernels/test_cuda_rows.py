@@ -24,6 +24,7 @@ def normal(dtype: Any, *shape: int) -> np.ndarray:
     return (100 * RNG.standard_normal(shape)).astype(dtype)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("number", "features", "count"),

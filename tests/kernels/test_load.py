@@ -213,7 +213,7 @@ def unkept(where, code, folder, planted):
     return json.loads(subprocess.run(command, env=environ, stdout=subprocess.PIPE, check=True, timeout=100).stdout)
 
 
-@pytest.mark.parametrize("where", ["room", "kept"])
+@pytest.mark.parametrize("where", ["room", pytest.param("kept", marks=pytest.mark.thorough)])
 def test_a_full_disk_costs_one_warning_and_the_kernels_are_compiled(tmp_path, where, planted):
     told, result, kept = unkept(where, errno.ENOSPC, tmp_path, planted)
     assert len(told) == 1 and "No space left on device; kernels are compiled by every process" in told[0]
@@ -464,7 +464,11 @@ def test_a_kernel_is_compiled_for_the_declared_types_that_it_is_called_with(tmp_
     ("variables", "told"),
     [
         ({"NUMBA_DISABLE_JIT": "1"}, "kernels [NUMBA_DISABLE_JIT]: expected 0, "),
-        ({"NUMBA_CPU_NAME": "generic"}, "kernels [NUMBA_CPU_FEATURES]: expected a list with +f16c, "),
+        pytest.param(
+            {"NUMBA_CPU_NAME": "generic"},
+            "kernels [NUMBA_CPU_FEATURES]: expected a list with +f16c, ",
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_settings_of_numba_with_which_there_are_no_kernels_are_told(tmp_path, variables, told):

@@ -67,6 +67,7 @@ def test_the_sums_for_the_bias_of_a_convolution(shape, dtype, relu):
         )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_batch_normalization(shape, dtype):

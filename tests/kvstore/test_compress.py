@@ -56,6 +56,7 @@ def gradient(rank, turn, size, dtype):
     return np.random.default_rng([rank, turn]).standard_normal(size).astype(dtype)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("ranks", "per_node", "dtype"),
     [*((*world, "f4") for world in WORLDS), (3, 2, "f2"), (3, 2, "f8"), (4, None, "f2"), (4, None, "f8")],

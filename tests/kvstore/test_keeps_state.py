@@ -117,6 +117,7 @@ def test_without_an_updater_values_are_all(kind):
     same(run("dist_sync", 2, None, None, 0, state=state)[1], state)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("kind", "n", "per_node"),
     [("local", 1, None), *((kind, *world) for kind in ("dist_sync", "dist_async") for world in [(2, None), (3, 1)])],

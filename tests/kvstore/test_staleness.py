@@ -35,6 +35,7 @@ def notes(key, received, stored):
         counts[who] += 1
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("split", "ranks", "per_node", "num_servers"), WORLDS, indirect=["split"])
 @pytest.mark.parametrize("staleness", [1, 3])
 def test_nobody_leads_by_more(ranks, per_node, num_servers, staleness, split):

@@ -156,7 +156,9 @@ def shown(secret: bytes) -> list[bytes]:
     return found
 
 
-@pytest.mark.parametrize("where", [[], ["-H", "localhost:4"]], ids=["local", "ssh"])
+@pytest.mark.parametrize(
+    "where", [pytest.param([], marks=pytest.mark.thorough), ["-H", "localhost:4"]], ids=["local", "ssh"]
+)
 def test_no_port_is_open_to_others_and_no_value_is_shown(where: list[str]) -> None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "FI_", "UCX_"))}
     code = LISTENERS.format(folder=str(Path(__file__).parent))
@@ -193,7 +195,9 @@ def test_cores_are_shared_out_unless_the_user_says() -> None:
     assert launch(2, *python(code), env=bare | {"OMP_NUM_THREADS": "5"}).stdout.split("\n")[0] == "5 None"
 
 
-@pytest.mark.parametrize("where", [[], ["-H", "localhost"]], ids=["local", "ssh"])
+@pytest.mark.parametrize(
+    "where", [[], pytest.param(["-H", "localhost"], marks=pytest.mark.thorough)], ids=["local", "ssh"]
+)
 def test_one_machine_may_keep_to_its_loopback(where: list[str]) -> None:
     command = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", *where, "--interface", "lo", "--"]
     size = python("from mpi4py import MPI; print(MPI.COMM_WORLD.size)")
@@ -238,7 +242,14 @@ def test_standard_input_reaches_rank_0() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["in:out", ":", "a b", ""], ["--bind-to", "core", "'"], ["--runtime-options", "x"], ["--mca"], ["--prtemca", "é"]],
+    [
+        ["in:out", ":", "a b", ""],
+        ["--bind-to", "core", "'", "é"],
+        *(
+            pytest.param(each, marks=pytest.mark.thorough)
+            for each in (["--runtime-options", "x"], ["--mca"], ["--prtemca", "é"])
+        ),
+    ],
     ids=lambda arguments: arguments[0] if arguments[0] != "in:out" else "colon",
 )
 def test_a_program_gets_its_arguments_as_they_are(arguments: list[str]) -> None:
@@ -319,7 +330,14 @@ def test_the_shell_of_an_interactive_job_is_no_rank() -> None:
     assert done.stderr.startswith("hpcdp launch: rank 1 (pid ")
 
 
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+@pytest.mark.parametrize(
+    "sign",
+    [
+        signal.SIGTERM,
+        signal.SIGQUIT,
+        *(pytest.param(each, marks=pytest.mark.thorough) for each in (signal.SIGINT, signal.SIGHUP)),  # of the terminal
+    ],
+)
 def test_an_ending_signal_ends_the_ranks(sign: signal.Signals, tmp_path: Path) -> None:
     job = Job(tmp_path)
     job.launcher.send_signal(sign)

@@ -78,7 +78,7 @@ def launch(ranks: int, code: str, **variables: str) -> subprocess.CompletedProce
     ("fault", "status", "says"),
     [
         (KILLED, 137, "was killed by SIGKILL"),
-        ("os._exit(3)", 3, "ended with status 3 before the others"),
+        pytest.param("os._exit(3)", 3, "ended with status 3 before the others", marks=pytest.mark.thorough),
         ("os._exit(0)", 1, "ended without MPI_Finalize (exit status 0)"),
         (
             "MPI.COMM_WORLD.Abort(7)",

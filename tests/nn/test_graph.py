@@ -62,7 +62,7 @@ def test_a_summary_fits_into_80_columns_and_has_every_name(make):
     assert {part for name in graph.names for part in re.split(r"(?<=\.)", name)} <= words
 
 
-@pytest.mark.parametrize("ending", ["svg", "png"])
+@pytest.mark.parametrize("ending", ["svg", pytest.param("png", marks=pytest.mark.thorough)])
 def test_a_drawing_shows_every_operation(ending, tmp_path):
     net = nn.models.resnet18((1, 4, 4))
     path = tmp_path / f"net.{ending}"

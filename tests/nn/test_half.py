@@ -61,6 +61,7 @@ def computed(function, shapes, half, dtype=None):
     return [y.data, *(each.grad for each in given)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_computed_in_float32_and_rounded_once(name, half):

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import os
 
 import numpy as np
 import pytest
@@ -22,7 +23,9 @@ TWO = {
     "add": lambda x, y: x + y, "subtract": lambda x, y: x - y, "multiply": lambda x, y: x * y,
     "divide": lambda x, y: x / y, "maximum": autograd.maximum, "minimum": autograd.minimum,
 }  # fmt: skip
+THOROUGH = os.environ.get("HPCDP_TEST_THOROUGH")
 OPERATORS = {**{name: lambda x, y, f=f: f(x) for name, f in ONE.items()}, **TWO}
+NAMES = list(OPERATORS)
 
 
 def arrays(*shape, seed=0, dtype=np.float32):
@@ -92,7 +95,8 @@ def test_two_operators_and_two_more_are_the_same_bits(first, second, plans):
     def chain(self, x, y):
         return OPERATORS[second](OPERATORS[first](x, y), x) * y + x
 
-    for dtype in (np.float32, np.float64):
+    both = (np.float32, np.float64)  # each operator has both, each pair of operators one
+    for dtype in both if THOROUGH else (both[(NAMES.index(first) + NAMES.index(second)) % 2],):
         net, plain = pair(Chain(chain))
         in_both(net, plain, lambda seed, dtype=dtype: [arrays(3, 17, seed=2 * seed + i, dtype=dtype) for i in (0, 1)])
     assert all(kernel_calls(plan) for plan in plans)
@@ -110,6 +114,7 @@ def long_chain(self, x, y):
 SHAPES = [(1,), (5,), (1023,), (1025,), (9, 3), (2, 3, 341), (3, 1024), (5, 2500), (3, 9000), (7, 11, 301), (3, 40000)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_long_chains_of_every_size_are_the_same_bits(shape, dtype, plans):

@@ -83,6 +83,7 @@ def test_on_real_ranks(make):
     compared(world, make, whole_numbers, np.testing.assert_array_equal)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("make", [mlp, convolutions])
 def test_gradients_by_central_differences(n, make):

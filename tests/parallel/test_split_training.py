@@ -180,6 +180,7 @@ def test_what_is_whole_begins_alike_without_a_seed():
     np.testing.assert_array_equal(found[3][1], found[1][1])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["sgd", "clipped"])
 @pytest.mark.parametrize(("n", "num_parts"), [(2, 2), (4, 2), (8, 2), (6, 3)])
 def test_stages_of_a_pipeline_may_be_split(n, num_parts, kind):

@@ -134,6 +134,7 @@ def test_what_is_no_codec_or_another_one_is_refused():
         )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("codec", ["2bit:threshold=0.01", "1bit:threshold=0"])
 @pytest.mark.parametrize("n", [2, 4])
 def test_a_threshold_means_the_same_whoever_updates(n, codec):

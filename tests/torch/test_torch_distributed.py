@@ -35,6 +35,7 @@ def averages(reference, ranks, step):
     return {name: sum(each[name] for each in found) / ranks for name in found[0]}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("n", "ranks_per_node"), NODES)
 def test_gradients_are_the_average_of_all_ranks(n, ranks_per_node, overlap):

@@ -3,8 +3,10 @@
 import itertools
 
 import pytest
+from pairs import only_on
 from raises import raises
 
+only_on(2, 3)
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import hpcdp

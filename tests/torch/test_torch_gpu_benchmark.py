@@ -13,7 +13,8 @@ pytest.importorskip("torch", reason="PyTorch is not installed")
 from bench_harness import programs
 
 
-@pytest.mark.parametrize("backend", ["hpcdp", pytest.param("gloo", marks=pytest.mark.thorough)])
+@pytest.mark.thorough  # test_torch_process_group.py has both wrappers
+@pytest.mark.parametrize("backend", ["hpcdp", "gloo"])
 def test_both_wrappers_train_like_one_process(backend: str, tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     command = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--", sys.executable]

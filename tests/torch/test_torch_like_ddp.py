@@ -4,15 +4,12 @@ Ordinary runs take 3 ranks, as for `test_torch_parity`.
 """
 
 import contextlib
-import os
 
 import pytest
-
-from hpcdp.core.environment import launched_ranks
+from pairs import only_on
 
 pytestmark = pytest.mark.mpi
-if launched_ranks() in (1, 2, 4) and not os.environ.get("HPCDP_TEST_THOROUGH"):
-    pytest.skip("long: make test-thorough runs it", allow_module_level=True)
+only_on(3)
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from torch import nn

@@ -134,6 +134,7 @@ def test_a_wrapper_that_is_gone_keeps_no_memory_while_its_module_lives(owner, ov
     thread_comm.run(2, rank)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("owner", ["rank", "shard"])
 @pytest.mark.parametrize(("n", "ranks_per_node"), SPREAD)
 def test_two_models_of_which_one_is_trained_through_the_other(n, ranks_per_node, owner):

@@ -5,16 +5,13 @@ thread ranks.
 """
 
 import functools
-import os
 
 import numpy as np
 import pytest
-
-from hpcdp.core.environment import launched_ranks
+from pairs import only_on
 
 pytestmark = pytest.mark.mpi
-if launched_ranks() in (1, 2, 4) and not os.environ.get("HPCDP_TEST_THOROUGH"):
-    pytest.skip("long: make test-thorough runs it", allow_module_level=True)
+only_on(3)
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from torch import nn

@@ -10,7 +10,9 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+from pairs import only_on
 
+only_on(2, 3)
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import torch.distributed as dist

@@ -29,6 +29,7 @@ def run(program: str, *arguments: object, ranks: int = 2) -> str:
     return results[0]
 
 
+@pytest.mark.thorough  # test_torch_like_ddp.py accumulates, and test_torch_process_group.py has the backend
 def test_a_loop_that_accumulates_gradients():
     assert run("accumulating_loop", "hpcdp") == run("accumulating_loop", "gloo")
 

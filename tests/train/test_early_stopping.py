@@ -37,6 +37,7 @@ def train(world, losses, callbacks, epochs=9, folder=None, resume=False):
         return [record["epoch"] for record in fit(net, trainer, loader, checkpoints=checkpoints, **arguments)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     ("losses", "settings", "last"),

@@ -117,11 +117,12 @@ class Job:
 OVERLAP = {"overlap": True, "owner": "rank"}
 
 
+@pytest.mark.thorough  # test_world.py has a rank that fails alone
 @pytest.mark.parametrize(
     ("scenario", "per_node", "options"),
     [
         ("raises_in_backward", 1, OVERLAP),
-        pytest.param("raises_between_steps", None, {"overlap": False, "owner": "shard"}, marks=pytest.mark.thorough),
+        ("raises_between_steps", None, {"overlap": False, "owner": "shard"}),
     ],
 )
 def test_a_rank_that_raises_ends_all(scenario, per_node, options, tmp_path):
@@ -206,9 +207,10 @@ def test_a_rank_that_has_ended_its_program_is_named_and_unharmed(per_node, tmp_p
         assert "Real-time signal" not in job.said
 
 
+@pytest.mark.thorough  # late ranks are told by test_watchdog.py, of threads
 @pytest.mark.parametrize(
     ("ranks", "per_node"),
-    [*(pytest.param(2, each, marks=pytest.mark.thorough) for each in (None, 1)), (3, 2)],
+    [(2, None), (2, 1), (3, 2)],
 )
 def test_a_job_in_which_a_rank_comes_late_ends_well_and_sees_the_last_updates_through(ranks, per_node, tmp_path):
     with Job(tmp_path, "comes_late", ranks, per_node, limits=(0.7, 40)) as job:
@@ -244,6 +246,7 @@ def test_ranks_whose_models_differ_are_told_alike(ranks_are, tmp_path):
     assert max(took for rank in everyone for _, took in rank.values()) < 30
 
 
+@pytest.mark.thorough  # test_watchdog.py names those that have not come
 def test_a_trainer_that_some_ranks_do_not_make_is_a_hang_that_names_them(tmp_path):
     with Job(tmp_path, "trainer_on_some_ranks", 2, limits=(0.5, 1.5)) as job:
         since = job.fault()
@@ -291,6 +294,7 @@ def test_a_nan_on_one_rank_is_treated_alike_on_all(ranks_are, tmp_path):
             assert found == [expected] * 3, policy
 
 
+@pytest.mark.thorough  # tests/launch/test_local.py sends it to a job, and others end overlapped steps
 def test_ctrl_c_ends_overlapped_steps_at_once(tmp_path):
     with Job(tmp_path, "fine", 2, 1, overlap=True, owner="rank") as job:
         job.trains()

@@ -107,6 +107,7 @@ def regress(world, targets, callbacks=(), checkpoints=None, evaluate=None):
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("targets", [TARGETS, TARGETS[:, :2], TARGETS[:, :1], TARGETS[:, 0]])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_regression_has_a_loss_and_no_accuracy(ranks, targets, tmp_path):

@@ -45,6 +45,7 @@ def trained(world, hybrid, sync=False, accumulate=False, **options):
     return [np.array(value) for value in net.state_dict().values()] + seen
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_training_is_the_same_bits(n, name):

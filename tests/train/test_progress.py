@@ -67,6 +67,7 @@ def test_on_a_terminal_of_80_columns_no_line_wraps(environment):
     assert max(len(frame) for frame in frames) <= 79
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("columns", [20, 47])
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
 def test_a_narrow_terminal_need_not_have_all_characters(encoding, columns, environment):

@@ -107,7 +107,8 @@ def test_the_trace_shows_every_step_of_every_rank(finished):
     assert [p.name for p in path.parent.iterdir()] == ["out.json"]
 
 
-@pytest.mark.parametrize("kind", [pytest.param("dist_sync", marks=pytest.mark.thorough), "dist_async"])
+@pytest.mark.thorough  # tests/kvstore/test_async_training.py trains so, and test_doctor.py has such files
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
 def test_a_run_on_a_store_beside_files_named_as_modules_of_pythons(kind, tmp_path):
     settings = ("--ranks", "2", "--epochs", "2", "--batch-size", "49", "--kv-store", kind)
     settings += ("--servers", "1", "--staleness", "4") if kind == "dist_async" else ("--no-update-on-kvstore",)

@@ -101,6 +101,7 @@ CASES = OPTIONS | {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_a_step_is_the_lines_that_it_stands_for(n, name):

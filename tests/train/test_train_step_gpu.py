@@ -23,6 +23,7 @@ NETWORKS = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("host", [False, True], ids=["labels on the GPU", "labels on the host"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_step_is_one_launch_with_the_same_bits(gpu, name, host):
