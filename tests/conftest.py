@@ -107,6 +107,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         marks = {name for name in ("mpi", "alone") if item.get_closest_marker(name)}
         if item.get_closest_marker("thorough") and not THOROUGH:
             item.add_marker(pytest.mark.skip(reason="long: make test-thorough runs it"))
+        sizes = item.get_closest_marker("ordinary_ranks")
+        if sizes and SIZE not in sizes.args and not THOROUGH:
+            item.add_marker(pytest.mark.skip(reason="other numbers of ranks show it: make test-thorough runs it"))
         for name in marks:
             if f"mark.{name}" not in item.path.read_text(encoding="utf-8"):
                 raise pytest.UsageError(f"{item.nodeid}: its own file must say mark.{name}")

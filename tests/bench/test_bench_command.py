@@ -190,7 +190,11 @@ NARROW = [
 ]
 
 
-@pytest.mark.parametrize("arguments", NARROW, ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments",
+    [pytest.param(each, marks=pytest.mark.thorough if each in NARROW[1:4] else ()) for each in NARROW],
+    ids=" ".join,
+)
 def test_a_table_fits_a_terminal(arguments: tuple[str, ...], monkeypatch, capsys) -> None:
     given = (*arguments, "-m", "4K:64K", "--factor", "16")
     assert bench(2, *given) == [0, 0]
@@ -544,7 +548,7 @@ def test_each_file_is_one_of_its_own(tmp_path: Path) -> None:
     assert command.parse(["allreduce", "--csv", "/dev/null", "--json", "/dev/null"]).files == ["/dev/null"] * 2
 
 
-@pytest.mark.parametrize("given", [["--op", "mean"], ["-T", "bfloat16"]])
+@pytest.mark.parametrize("given", [["--op", "mean"], pytest.param(["-T", "bfloat16"], marks=pytest.mark.thorough)])
 def test_a_nonblocking_peer_that_reduces_in_its_own_way(given: list[str], tmp_path: Path) -> None:
     settings = command.parse(["iallreduce", "-m", "64:64", *given, *QUICK])
 

@@ -252,7 +252,12 @@ def test_an_unknown_collective_is_told_with_the_valid_ones():
 
 @pytest.mark.parametrize(
     ("sizes", "per_node"),
-    [(2, None), pytest.param(5, None, marks=pytest.mark.thorough), (2, 1), (5, (2, 2, 1)), (4, 2)],
+    [
+        (2, None),
+        (2, 1),
+        (5, (2, 2, 1)),
+        *(pytest.param(*each, marks=pytest.mark.thorough) for each in ((5, None), (4, 2))),
+    ],
 )
 def test_links_are_measured_on_any_nodes(sizes, per_node):
     found = thread_comm.run(sizes, tune.probe, per_node)

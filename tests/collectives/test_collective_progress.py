@@ -190,6 +190,7 @@ def test_operations_of_several_worlds_are_waited_for_in_another_order_on_every_r
     thread_comm.run(4, rank, 2 if algorithm == "hierarchical" else None)
 
 
+@pytest.mark.ordinary_ranks(2, 3)
 @pytest.mark.mpi
 def test_real_ranks_have_each_world_in_a_thread_of_its_own():
     import hpcdp
@@ -342,6 +343,7 @@ def test_an_operation_that_cannot_start_says_so_at_once():
     assert thread_comm.run(2, rank) == [2.0, 2.0]
 
 
+@pytest.mark.ordinary_ranks(2, 3)
 @pytest.mark.mpi
 def test_real_ranks_wait_in_any_order():
     import hpcdp

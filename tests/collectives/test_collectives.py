@@ -323,6 +323,7 @@ def test_real_ranks():
     check_real_ranks(hpcdp.init(), (0, 1, 17), FEW)
 
 
+@pytest.mark.ordinary_ranks(2, 4)
 @pytest.mark.mpi
 @pytest.mark.parametrize(("collective", "algorithm"), [*REDUCING, *MOVING])
 def test_real_ranks_with_long_arrays(collective, algorithm):
@@ -335,6 +336,7 @@ def test_real_ranks_with_long_arrays(collective, algorithm):
         check_reducing(collective, algorithm, world, "float32", "sum", 700_001)
 
 
+@pytest.mark.ordinary_ranks(2, 3)
 @pytest.mark.mpi
 def test_arrays_of_more_elements_than_one_message_may_have(monkeypatch):
     import hpcdp

@@ -491,6 +491,7 @@ def test_repeated_calls_follow_sizes_that_change_on_some_ranks(n, seed, nodes):
     thread_comm.run(n, lambda world: check_repeated(world, seed, 100_000), nodes)
 
 
+@pytest.mark.ordinary_ranks(2, 4)
 @pytest.mark.mpi
 def test_real_ranks_repeat_calls():
     for seed in range(8):

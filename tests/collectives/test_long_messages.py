@@ -81,6 +81,7 @@ def test_an_offer_waits_while_the_queue_is_full():
     thread_comm.run(2, rank)
 
 
+@pytest.mark.ordinary_ranks(2, 4)
 @pytest.mark.mpi
 def test_real_ranks_send_long_arrays_of_all_sizes():
     send_long_arrays(hpcdp.init())

@@ -190,7 +190,9 @@ CALLS_NO_OTHER = """
 
 
 @pytest.mark.parametrize(
-    ("hook", "logged"), [(OF_TORCH, "before"), (CALLS_NO_OTHER, "logged")], ids=["of torch", "of a logger"]
+    ("hook", "logged"),
+    [(OF_TORCH, "before"), pytest.param(CALLS_NO_OTHER, "logged", marks=pytest.mark.thorough)],
+    ids=["of torch", "of a logger"],
 )
 def test_a_rank_that_fails_alone_ends_the_job_with_its_traceback(hook, logged):
     """Other hooks are called, too, and none of them keeps the traceback or the end of the job back."""
@@ -229,7 +231,13 @@ LEAVES = """
 @pytest.mark.parametrize(
     ("n", "leaves", "status", "says"),
     [
-        (3, "sys.exit(3)", 3, r"^rank 2 of 3 has left with status 3 before the others; the job ends now$"),
+        pytest.param(  # as in the next test
+            3,
+            "sys.exit(3)",
+            3,
+            r"^rank 2 of 3 has left with status 3 before the others; the job ends now$",
+            marks=pytest.mark.thorough,
+        ),
         (2, "sys.exit()", 1, "^hpcdp launch: the watchdog has ended the job: rank 1 .* has left the program"),
     ],
 )

@@ -277,6 +277,7 @@ def held():
     return np.array([len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), number])
 
 
+@pytest.mark.ordinary_ranks(2, 3)
 @pytest.mark.mpi
 def test_communicators_of_worlds_that_nobody_holds_are_used_again():
     """Also where one rank keeps its own for some time, or drops it later than others."""

@@ -67,6 +67,7 @@ def test_overlap_and_owner_change_no_bits_and_the_way_is_that_without_compressio
     assert 0 < missed < (0.01 if codec in ("fp16", "bf16") else 0.9) * moved
 
 
+@pytest.mark.ordinary_ranks(2, 3)
 @pytest.mark.mpi
 @pytest.mark.parametrize(("overlap", "codec"), in_turn([False, True], CODECS))
 def test_real_ranks_get_the_bits_of_thread_ranks(codec, overlap):

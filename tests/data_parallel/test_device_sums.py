@@ -505,6 +505,7 @@ def test_ranks_with_parameters_on_the_host_and_on_a_gpu_are_told_on_all(gpus_on_
     assert sorted(told) == [0, 1, 2]
 
 
+@pytest.mark.ordinary_ranks(2, 3)
 @pytest.mark.mpi
 @pytest.mark.parametrize(("gpus_on_host", "overlap"), in_turn(ORDERS, [False, True]), indirect=["gpus_on_host"])
 @pytest.mark.filterwarnings("ignore:gradients on GPUs")

@@ -57,6 +57,7 @@ def test_training_moved_the_parameters(alone):
     assert relative_difference(start, alone) > 0.02
 
 
+@pytest.mark.ordinary_ranks(2, 3)
 @pytest.mark.mpi
 @pytest.mark.parametrize("owner", ["rank", "shard"])
 def test_real_ranks_equal_one_and_twice_the_same_run_gives_the_same_bits(owner, alone):

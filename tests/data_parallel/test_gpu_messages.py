@@ -338,6 +338,7 @@ def test_an_environment_outside_of_jobs_keeps_what_a_user_has_set():
     assert transport.outside_of_jobs({**kept, **of_jobs}) == kept
 
 
+@pytest.mark.ordinary_ranks(2, 3)
 @pytest.mark.mpi
 @pytest.mark.parametrize(("gpus_on_host", "overlap"), in_turn(ORDERS, [False, True]), indirect=["gpus_on_host"])
 @pytest.mark.filterwarnings("ignore:gradients on GPUs")

@@ -468,6 +468,7 @@ def test_the_digits_are_learnt_as_well_as_in_float32(n):
     assert brain[2] == narrow[2] == wide[2] and narrow[3] >= 16
 
 
+@pytest.mark.ordinary_ranks(2, 3)
 @pytest.mark.mpi
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("owner", ["rank", "shard"])

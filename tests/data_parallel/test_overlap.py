@@ -382,6 +382,7 @@ def test_an_update_uses_the_settings_of_its_step():
     assert len({result for run in runs for result in run}) == 1
 
 
+@pytest.mark.ordinary_ranks(2, 3)
 @pytest.mark.mpi
 @pytest.mark.parametrize("owner", ["rank", "shard"])
 def test_real_ranks_get_the_same_bits_with_and_without_overlap(owner):

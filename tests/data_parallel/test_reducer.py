@@ -199,6 +199,7 @@ def test_who_stalls_does_not_hold_up_the_others():
     thread_comm.run(1, rank)
 
 
+@pytest.mark.ordinary_ranks(2, 3)
 @pytest.mark.mpi
 def test_real_ranks_that_differ_in_order_and_pace():
     import hpcdp

@@ -233,6 +233,7 @@ def test_an_owner_of_a_shard_keeps_its_part_of_the_state_and_parameters_once_per
     assert len({address for _, _, address in results}) == 1
 
 
+@pytest.mark.ordinary_ranks(2, 3)
 @pytest.mark.mpi
 @pytest.mark.parametrize("split", [None, all_to_the_last, uneven])
 def test_real_ranks_give_what_one_rank_gives(split):

@@ -49,6 +49,11 @@ JOBS = [
     Job("overflow", 2, gpus=2),
     Job("training", 1), Job("training", 2), Job("training", 4, 2), Job("training", 2, gpus=2),
 ]  # fmt: skip
+FEW = [
+    Job("nccl", 2, gpus=2), Job("cuda_ipc", 3), Job("reducer", 4, 2), Job("reducer", 2, gpus=2), Job("delivery", 1),
+    Job("stores", 3, gpus=2), Job("states", 1), Job("overflow", 2), Job("training", 4, 2), Job("training", 2, gpus=2),
+]  # fmt: skip
+"""Of ordinary runs without a GPU: each case; tests/data_parallel and tests/kvstore have more numbers of ranks."""
 GRAPHS = [Job("graphs", 1), Job("graphs", 2), Job("graphs", 4, 2), Job("graphs", 2, gpus=2), Job("graphs", 3, gpus=2)]
 
 
@@ -95,7 +100,9 @@ def run_on_host(monkeypatch: pytest.MonkeyPatch, job: Job) -> None:
         thread_comm.run(job.ranks, rank, job.ranks_per_node)
 
 
-@pytest.mark.parametrize("job", JOBS, ids=str)
+@pytest.mark.parametrize(
+    "job", [pytest.param(job, marks=() if ON_GPU or job in FEW else pytest.mark.thorough) for job in JOBS], ids=str
+)
 @pytest.mark.filterwarnings("ignore:gradients on GPUs", "ignore:invalid value")
 def test_what_ranks_do_on_a_gpu(monkeypatch: pytest.MonkeyPatch, job: Job) -> None:
     if ON_GPU:

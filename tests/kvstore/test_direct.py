@@ -272,6 +272,7 @@ def test_who_is_late_reads_the_value_of_its_round_while_others_push_the_next(ran
     assert all(thread_comm.run(ranks, one))
 
 
+@pytest.mark.ordinary_ranks(2, 3)
 @pytest.mark.mpi
 def test_on_real_ranks_in_place_and_to_another_array():
     world = hpcdp.init()

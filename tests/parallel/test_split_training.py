@@ -87,6 +87,7 @@ def test_losses_and_parameters_are_those_of_the_unsplit_model(layout, make, kind
     thread_comm.run(n, rank, per_node)
 
 
+@pytest.mark.ordinary_ranks(2, 4)
 @pytest.mark.mpi
 @pytest.mark.parametrize("make", [mlp, convolutions])
 def test_on_real_ranks(make):

@@ -273,8 +273,8 @@ def test_texts_of_a_run_are_texts_of_the_page(tmp_path):
     ("name", "shown"),
     [
         ("x$\\foo$", "x$\\foo$"),
-        ("_two",) * 2,
         ("by\udcffte", "by\\xffte"),
+        pytest.param("_two", "_two", marks=pytest.mark.thorough),
         pytest.param("a$b$c", "a$b$c", marks=pytest.mark.thorough),
         pytest.param("z\u00fcrich", "z\u00fcrich", marks=pytest.mark.thorough),
     ],

@@ -189,7 +189,9 @@ def test_a_run_is_stopped_again_and_again(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 3), (4, 2), (3, 4)])
+@pytest.mark.parametrize(
+    ("before", "after"), [(1, 3), *(pytest.param(*each, marks=pytest.mark.thorough) for each in ((4, 2), (3, 4)))]
+)
 def test_a_reproducible_run_goes_on_with_other_ranks(before, after, tmp_path):
     whole = undisturbed(2, reproducible=True)
     killed(before, tmp_path / "a", reproducible=True, every=5, kill_at=18)
