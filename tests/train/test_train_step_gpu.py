@@ -121,7 +121,9 @@ class Halving(optim.SGD):
         super().update(param, grad, state, step=step, scale=scale / 2)
 
 
-@pytest.mark.parametrize("name", BEHIND)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.thorough if name == "lars" else ()) for name in BEHIND]
+)
 def test_what_lies_between_has_the_update_behind_the_graph(gpu, name):
     compare(alone(), **BEHIND[name])
     assert len(gpu.graphs) == 1 and len(gpu.launches) == STEPS - 1
