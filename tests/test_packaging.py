@@ -129,7 +129,18 @@ def test_both_hold_every_module_and_data_file(built: Path) -> None:
 def test_the_wheel_works_without_the_source(built: Path, tmp_path: Path) -> None:
     venv.create(tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"
-    install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index"]
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--no-compile",
+    ]
     done = subprocess.run([*install, next(built.glob("*.whl"))], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     link_dependencies(Path(sysconfig.get_path("purelib", "venv", {"base": str(tmp_path / "venv")})))

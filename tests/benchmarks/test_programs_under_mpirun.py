@@ -111,7 +111,7 @@ def test_steps_with_communication_beside_them(run: Run) -> None:
     assert "critical path" in printed
 
 
-@pytest.mark.parametrize("framework", ["hpcdp", "torch"])
+@pytest.mark.parametrize("framework", ["hpcdp", pytest.param("torch", marks=pytest.mark.thorough)])
 def test_lenet_on_all_ranks(framework: str, run: Run) -> None:
     if framework not in FRAMEWORKS:
         pytest.skip("PyTorch is not installed")

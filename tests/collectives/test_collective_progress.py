@@ -1,5 +1,6 @@
 """Machines that progress together: any order of waiting, errors of one of them, and blocking calls between them."""
 
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -141,7 +142,7 @@ def test_tags_of_calls_that_differ_are_apart_and_stay_within_what_mpi_allows():
 PLAIN = [name for name in ALGORITHMS["allreduce"] if name not in ("native", "shared")]
 
 
-@settings(max_examples=60)
+@settings(max_examples=60 if os.environ.get("HPCDP_TEST_THOROUGH") else 20)
 @given(
     nodes=st.lists(st.integers(1, 3), min_size=1, max_size=3),
     calls=st.lists(

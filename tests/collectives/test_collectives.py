@@ -81,6 +81,13 @@ def check_moving(collective, algorithm, world, dtype, count, root):
     np.testing.assert_array_equal(every, np.concatenate([data(rank, count, dtype) for rank in range(world.size)]))
 
 
+def counts_of(case, number, n):
+    """Of ordinary runs: each count with half of the cases that run at each n, and with a third of the others."""
+    if THOROUGH and case in FEW:
+        return counts(n)
+    return counts(n)[(FEW.index(case) + n) % 2 :: 2] if case in FEW else counts(n)[number // 3 % 3 :: 3]
+
+
 @RANKS
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS["allreduce"], "auto"])
 def test_allreduce_of_every_dtype_op_and_count(algorithm, n, short_segments):
@@ -92,7 +99,7 @@ def test_allreduce_of_every_dtype_op_and_count(algorithm, n, short_segments):
             for number, case in enumerate(CASES)
             if THOROUGH or case in FEW or (number + n // 2) % 3 == 0  # of others, some at each n, and all over some n
             if not (compiled and case[0] in LIKE_OTHERS)
-            for count in (counts(n) if case in FEW else counts(n)[number // 3 % 3 :: 3])  # all, over some cases
+            for count in counts_of(case, number, n)
         ]
 
     for results in zip(*thread_comm.run(n, rank), strict=True):

@@ -44,6 +44,11 @@ class Net(nn.Module):
         return self.last(x + self.sometimes(x) if with_all else x)
 
 
+@functools.cache
+def start(number, shape):
+    return np.random.default_rng(number).standard_normal(shape) / 20
+
+
 def batch(step, rank, count, micro=0):
     rng = np.random.default_rng([step, rank, micro])
     return rng.standard_normal((count, 6)).astype("f4"), rng.integers(0, 3, count)
@@ -59,7 +64,7 @@ def train(world, split="even", steps=3, with_all=None, micro=1, optimizer=None, 
     """The parameters after some steps, flat; a bucket for each layer."""
     net = Net()
     for number, param in enumerate(net.parameters()):
-        param.data[...] = np.random.default_rng(number).standard_normal(param.shape) / 20
+        param.data[...] = start(number, param.shape)
     rule = optim.SGD(lr=0.05, momentum=0.9) if optimizer is None else optimizer()
     trainer = hpcdp.Trainer(net.parameters(), rule, world, bucket_cap_mb=0.006, **options)
     assert len(trainer.reducer.buckets) >= 3
@@ -89,7 +94,7 @@ def samples_of_all(split, n, steps=3):
     def rank(world):
         net = Net()
         for number, param in enumerate(net.parameters()):
-            param.data[...] = np.random.default_rng(number).standard_normal(param.shape) / 20
+            param.data[...] = start(number, param.shape)
         trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.05, momentum=0.9), world)
         for step in range(steps):
             parts = [batch(step, r, SPLITS[split](n, r, step)) for r in range(n)]
@@ -220,7 +225,7 @@ def test_a_loss_scale_is_divided_out():
     def rank(world, scale):
         net = Net()
         for number, param in enumerate(net.parameters()):
-            param.data[...] = np.random.default_rng(number).standard_normal(param.shape) / 20
+            param.data[...] = start(number, param.shape)
         trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), world, clip_norm=0.2)
         trainer.loss_scale = scale
         for step in range(3):
@@ -370,7 +375,7 @@ def test_an_update_uses_the_settings_of_its_step():
         rule = optim.SGD(lr=0.1)
         net = Net()
         for number, param in enumerate(net.parameters()):
-            param.data[...] = np.random.default_rng(number).standard_normal(param.shape) / 20
+            param.data[...] = start(number, param.shape)
         trainer = hpcdp.Trainer(net.parameters(), rule, world, bucket_cap_mb=0.006, overlap=overlap)
         for step in range(4):
             backward(net, *batch(step, world.rank, 2))

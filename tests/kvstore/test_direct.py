@@ -2,6 +2,7 @@
 
 import threading
 import time
+from functools import cache
 from itertools import accumulate
 
 import numpy as np
@@ -27,8 +28,13 @@ def chunks(request, monkeypatch):
     monkeypatch.setattr(sync, "CHUNK_NBYTES", request.param)
 
 
+@cache
+def drawn(rank, turn, size):
+    return np.random.default_rng([rank, turn]).standard_normal(size) * 100
+
+
 def pushed(rank, turn, size, dtype):
-    return (np.random.default_rng([rank, turn]).standard_normal(size) * 100).astype(dtype)
+    return drawn(rank, turn, size).astype(dtype)
 
 
 def summed(ranks, turn, size, dtype):

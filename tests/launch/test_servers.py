@@ -93,7 +93,7 @@ def test_servers_count_where_cores_are_given_up():
             r"server 0 \(rank 1, pid \d+\) ended with status 7 before the others",
             marks=pytest.mark.thorough,
         ),
-        (2, 2, "os.kill(os.getpid(), signal.SIGKILL)", 137, r"server 1 \(rank 3, pid \d+\) was killed by SIGKILL"),
+        (1, 2, "os.kill(os.getpid(), signal.SIGKILL)", 137, r"server 1 \(rank 2, pid \d+\) was killed by SIGKILL"),
         pytest.param(
             1,
             1,
@@ -102,7 +102,7 @@ def test_servers_count_where_cores_are_given_up():
             r"server 0 \(rank 1, pid \d+\) ended without MPI_Finalize \(exit status 0\)",
             marks=pytest.mark.thorough,
         ),
-        (2, 1, "raise KeyError('mine')", 1, r"server 0 \(rank 2\) failed:\nTraceback (?s:.)*KeyError: 'mine'"),
+        (1, 1, "raise KeyError('mine')", 1, r"server 0 \(rank 1\) failed:\nTraceback (?s:.)*KeyError: 'mine'"),
     ],
 )
 def test_a_server_that_fails_ends_the_job_and_is_named(workers, servers, does, status, says, tmp_path):

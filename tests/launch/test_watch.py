@@ -89,7 +89,7 @@ def launch(ranks: int, code: str, **variables: str) -> subprocess.CompletedProce
 )
 def test_the_rank_that_fails_first_is_named_in_one_line(fault: str, status: int, says: str) -> None:
     for _ in range(3):
-        done = launch(3, FAULT.format(fault))
+        done = launch(2, FAULT.format(fault))
         assert done.returncode == status, done.stderr
         ours = re.findall(r"hpcdp launch: rank (\d) \(pid \d+\) (.*)", done.stderr)
         if not (MPICH and fault == KILLED and ours and ours[0][0] != "1"):  # see watch._AFTER_S

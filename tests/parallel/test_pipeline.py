@@ -271,7 +271,7 @@ def test_pieces():
     assert pieces(2, 4) == [(0, 1), (1, 2)] and pieces(0, 4) == []
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.thorough), 4])
 def test_backward_begins_with_the_loss_scale_in_16_bits_too(n):
     def rank(world, dtype, scale):
         net = Pipeline(stages(2), LOSS, world).to(dtype)

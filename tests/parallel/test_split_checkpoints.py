@@ -1,5 +1,7 @@
 """What parts have saved together another number of parts restores, and the unsplit network."""
 
+import os
+
 import numpy as np
 import pytest
 from pairs import pairs
@@ -57,7 +59,10 @@ def rank(world, num_parts, make, path, saves, owner):
 def test_another_number_of_parts_goes_on(tmp_path, saved_by, make, owner):
     n, num_parts = saved_by
     went_on = thread_comm.run(n, lambda world: rank(world, num_parts, make, tmp_path, True, owner))[0]
-    for m, others in ((1, 1), (2, 1), (2, 2), (3, 3), (4, 2), (4, 4)):
+    numbers = [(1, 1), (3, 3), (4, 2)]
+    if os.environ.get("HPCDP_TEST_THOROUGH"):
+        numbers += [(2, 1), (2, 2), (4, 4)]
+    for m, others in numbers:
         restored = thread_comm.run(m, lambda world, others=others: rank(world, others, make, tmp_path, False, owner))
         for before, after in restored:
             np.testing.assert_allclose(before, went_on[0], rtol=1e-5, atol=1e-5)

@@ -1,5 +1,7 @@
 """Training on parts times replicas goes as that of the unsplit model on one rank, whatever looks at whole models."""
 
+import os
+
 import numpy as np
 import pytest
 from pairs import pairs
@@ -234,7 +236,7 @@ def test_the_digits_are_learnt_along_the_curve_of_the_unsplit_model(make):
 
     alone = thread_comm.run(1, lambda world: curve(world, 1))[0]
     assert alone[-1] < 0.8 * alone[0]
-    for n, num_parts in ((2, 2), (3, 3), (4, 2), (4, 4)):
+    for n, num_parts in ((2, 2), (3, 3), (4, 2), (4, 4)) if os.environ.get("HPCDP_TEST_THOROUGH") else ((3, 3), (4, 2)):
         for found in thread_comm.run(n, lambda world, num_parts=num_parts: curve(world, num_parts)):
             np.testing.assert_allclose(found, alone, rtol=2e-3)
 
