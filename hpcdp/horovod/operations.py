@@ -87,23 +87,25 @@ class Handle:
     """An operation in progress.
 
     Args:
+        name: the function of Horovod that errors name.
         operation: the operation of hpcdp.
         finish: makes the result from that of the operation.
     """
 
-    def __init__(self, operation: Operation[Any], finish: Callable[[Any], Any]) -> None:
-        self._operation = operation
+    def __init__(self, name: str, operation: Operation[Any], finish: Callable[[Any], Any]) -> None:
+        self._name, self._operation = name, operation
         self._finish: Callable[[Any], Any] | None = finish
         self._result: Any = None
 
     def poll(self) -> bool:
         """Return whether the operation is complete; never block."""
-        return self._finish is None or self._operation.test()
+        with errors_of(self._name):
+            return self._finish is None or self._operation.test()
 
     def wait(self) -> Any:
         """Block until the operation is complete, and return its result."""
         if self._finish is not None:
-            with torch.no_grad():
+            with torch.no_grad(), errors_of(self._name):
                 self._result = self._finish(self._operation.wait())
             self._finish = None
         return self._result
@@ -157,8 +159,7 @@ def allreduce_async_(
     how = reduction_named("allreduce", op, average)
     before, after, within = _factors([tensor], how, prescale_factor, postscale_factor)
     _scale_(tensor, before)
-    operation = _start("allreduce", [tensor], process_set, op=how, **within)
-    return Handle(operation, lambda result: _scale_(result, after))
+    return _start("allreduce", [tensor], process_set, op=how, **within, finish=lambda result: _scale_(result, after))
 
 
 def allreduce(
@@ -214,8 +215,14 @@ def grouped_allreduce_async_(
     before, after, within = _factors(tensors, how, prescale_factor, postscale_factor)
     for tensor in tensors:
         _scale_(tensor, before)
-    operation = _start("grouped_allreduce", list(tensors), process_set, op=how, **within)
-    return Handle(operation, lambda results: [_scale_(result, after) for result in results])
+    return _start(
+        "grouped_allreduce",
+        list(tensors),
+        process_set,
+        op=how,
+        **within,
+        finish=lambda results: [_scale_(result, after) for result in results],
+    )
 
 
 def grouped_allreduce(
@@ -270,7 +277,7 @@ def allgather_async(
 ) -> Handle:
     """Start the concatenation of every rank's rows; ranks may differ in the length of axis 0."""
     _require_tensor("allgather_async", tensor)
-    return Handle(_start("allgather", [tensor.detach()], process_set), _unchanged)
+    return _start("allgather", [tensor.detach()], process_set)
 
 
 def allgather(
@@ -288,7 +295,7 @@ def grouped_allgather_async(
 ) -> Handle:
     """Start the concatenations of all ``tensors`` as one operation."""
     _require_tensors("grouped_allgather_async", tensors)
-    return Handle(_start("grouped_allgather", [tensor.detach() for tensor in tensors], process_set), _unchanged)
+    return _start("grouped_allgather", [tensor.detach() for tensor in tensors], process_set)
 
 
 def grouped_allgather(
@@ -314,7 +321,7 @@ def broadcast_async_(
 ) -> Handle:
     """Start the broadcast of rank ``root_rank``'s ``tensor``, in place; the rank is numbered among all ranks."""
     _require_tensor("broadcast_async_", tensor)
-    return Handle(_start("broadcast", [tensor], process_set, root=process_set.rank_of(root_rank)), _unchanged)
+    return _start("broadcast", [tensor], process_set, root=process_set.rank_of(root_rank))
 
 
 def broadcast(
@@ -344,8 +351,13 @@ def alltoall_async(
     The result is a tensor, and with ``splits`` a pair: the tensor, and the numbers of rows received from each rank.
     """
     _require_tensor("alltoall_async", tensor)
-    operation = _start("alltoall", [tensor.detach()], process_set, splits=_rows(splits))
-    return Handle(operation, lambda result: result if splits is None else (result[0], result[1].to(torch.int32)))
+    return _start(
+        "alltoall",
+        [tensor.detach()],
+        process_set,
+        splits=_rows(splits),
+        finish=lambda result: result if splits is None else (result[0], result[1].to(torch.int32)),
+    )
 
 
 def alltoall(
@@ -369,8 +381,15 @@ def reducescatter_async(
     rows = _even_rows(tensor, process_set.size())
     before, after, within = _factors([tensor], how, prescale_factor, postscale_factor)
     scaled = _scale_(tensor.detach().clone(), before) if before != 1 else tensor.detach()
-    operation = _start("reduce_scatter", [scaled], process_set, op=how, rows=rows, **within)
-    return Handle(operation, lambda result: _scale_(result, after))
+    return _start(
+        "reduce_scatter",
+        [scaled],
+        process_set,
+        op=how,
+        rows=rows,
+        **within,
+        finish=lambda result: _scale_(result, after),
+    )
 
 
 def reducescatter(
@@ -466,7 +485,17 @@ _UNEVEN = ("allgather", "grouped_allgather")
 """Operations in which ranks may differ in the length of axis 0."""
 
 
-def _start(kind: str, tensors: list[torch.Tensor], process_set: ProcessSet, **arguments: Any) -> Operation[Any]:
+def _unchanged(result: Any) -> Any:
+    return result
+
+
+def _start(
+    kind: str,
+    tensors: list[torch.Tensor],
+    process_set: ProcessSet,
+    finish: Callable[[Any], Any] = _unchanged,
+    **arguments: Any,
+) -> Handle:
     """Start an operation, and announce it to ranks that have joined if it is one of all ranks."""
     world = process_set.world
     if process_set is global_process_set:
@@ -474,9 +503,9 @@ def _start(kind: str, tensors: list[torch.Tensor], process_set: ProcessSet, **ar
         dtypes = [str(x.dtype).removeprefix("torch.") for x in tensors]
         alike = {**arguments, "splits": arguments.get("splits") is not None}  # ranks differ in splits
         _announcements(world).announce({"kind": kind, "shapes": shapes, "dtypes": dtypes, "arguments": alike})
-    # Parameters may be changed in place.
-    with torch.no_grad(), errors_of("reducescatter" if kind == "reduce_scatter" else kind):
-        return _STARTERS[kind](tensors, world, **arguments)
+    name = "reducescatter" if kind == "reduce_scatter" else kind
+    with torch.no_grad(), errors_of(name):  # parameters may be changed in place
+        return Handle(name, _STARTERS[kind](tensors, world, **arguments), finish)
 
 
 def _take_part(event: dict[str, Any]) -> None:
@@ -622,10 +651,6 @@ def _scale_(tensor: torch.Tensor, factor: float) -> torch.Tensor:
             else:
                 tensor.mul_(factor)
     return tensor
-
-
-def _unchanged(result: Any) -> Any:
-    return result
 
 
 def _rows(splits: Any) -> list[int] | None:

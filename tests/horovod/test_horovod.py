@@ -11,7 +11,7 @@ only_on(2, 3)
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import hpcdp.horovod.torch as hvd
-from hpcdp.errors import ConfigError, MismatchError, StaleGradientError, UnsupportedError
+from hpcdp.errors import ConfigError, MismatchError, MismatchError, StaleGradientError, UnsupportedError
 
 pytestmark = pytest.mark.mpi
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -100,6 +100,15 @@ def test_what_is_no_tensor_of_pytorch_is_refused_by_name():
         hvd.reducescatter(np.ones(3))
     with raises(ConfigError, operation="reducescatter", where="prescale"):
         hvd.reducescatter(torch.ones(3), op=hvd.Sum, prescale_factor=float("nan"))
+
+
+def test_an_error_that_a_handle_raises_names_the_function_that_was_called():
+    """Also where another one runs for it."""
+    if hvd.size() > 1:
+        for name in ("allreduce", "reducescatter"):
+            handle = getattr(hvd, f"{name}_async")(torch.ones(2 + 2 * (hvd.rank() == 1)), op=hvd.Sum)
+            with raises(MismatchError, operation=name):
+                handle.wait()
 
 
 def test_parameters_are_changed_in_place():
