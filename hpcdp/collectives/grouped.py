@@ -6,8 +6,9 @@ the shapes and dtypes of all arrays.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,7 @@ from ..comm import Monoid, World
 from ..comm.communicator import Steps, StepsTo, bounds
 from ..comm.consistency import Call
 from ..comm.progress import Operation, all_ended
+from ..comm.watchdog import Watchdog
 from ..core.arrays import Array, from_host
 from ..core.checks import described
 from ..errors import UnsupportedError
@@ -63,7 +65,8 @@ def grouped_allreduce(
         UnsupportedError: ``xs`` is no list of arrays, or as `allreduce`.
         MismatchError: ranks differ in an array, op or algorithm; the same error on every rank.
     """
-    return _allreduce("grouped_allreduce", xs, op, world, algorithm, (prescale, postscale)).wait()
+    with _to_its_end("grouped_allreduce", world):
+        return _allreduce("grouped_allreduce", xs, op, world, algorithm, (prescale, postscale)).wait()
 
 
 @accepts_tensors
@@ -126,7 +129,8 @@ def grouped_reduce_scatter(
     Raises:
         HpcdpError: as `grouped_allreduce`.
     """
-    return _reduce_scatter("grouped_reduce_scatter", xs, op, world, algorithm, (prescale, postscale)).wait()
+    with _to_its_end("grouped_reduce_scatter", world):
+        return _reduce_scatter("grouped_reduce_scatter", xs, op, world, algorithm, (prescale, postscale)).wait()
 
 
 @accepts_tensors
@@ -203,6 +207,16 @@ def igrouped_allgather(xs: Sequence[ArrayT], world: World | None = None) -> Oper
     return data_movement.start_exchange(_gathering("igrouped_allgather", world, xs), world, xs)
 
 
+@contextlib.contextmanager
+def _to_its_end(operation: str, world: World | None) -> Iterator[None]:
+    """Abandon the world if an exception ends the wait for an operation of which the caller has no handle."""
+    try:
+        yield
+    except BaseException as error:
+        Watchdog.of(ranks_of(world)).abandon(operation, error)
+        raise
+
+
 def _gathering(name: str, world: World, xs: Sequence[Array]) -> Exchange:
     group, _ = _fused(name, world, xs)
     hosts = [np.atleast_1d(host) for host in group.hosts]
@@ -247,7 +261,8 @@ def grouped_broadcast(xs: Sequence[ArrayT], root: int = 0, world: World | None =
     Raises:
         HpcdpError: as `grouped_allreduce`.
     """
-    return _broadcast("grouped_broadcast", xs, root, world).wait()
+    with _to_its_end("grouped_broadcast", world):
+        return _broadcast("grouped_broadcast", xs, root, world).wait()
 
 
 @accepts_tensors

@@ -162,7 +162,7 @@ def resolve(
         raise UnsupportedError(operation, where="op", expected=f"{choices(OPS)}, or a Monoid", got=repr(op))
     if op == "mean" and not is_float(dtype) and dtype.kind != "c":
         raise UnsupportedError(
-            operation, where="op", expected="a float dtype for op='mean'", got=dtype.name, remedy="use op='sum'"
+            operation, where="op", expected="numbers for op='mean'", got=dtype.name, remedy="use op='sum'"
         )
     if dtype.kind == "c" and op not in ("sum", "mean"):
         raise UnsupportedError(operation, where="op", expected=f"sum or mean for {dtype.name}", got=repr(op))

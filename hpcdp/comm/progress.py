@@ -11,8 +11,10 @@ others.
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +22,7 @@ from typing import Any, Generic, TypeVar
 
 from ..core.arrays import Array
 from ..engine.engine import ADVANCED
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, WorldAborted
 from .communicator import LANE_BITS, OPERATION_BITS, PolledRequest, Request, Steps, StepsTo, make_tag, split, wait_for
 from .consistency import Call, Calls
 from .node_messages import Mailbox
@@ -40,6 +42,19 @@ PATIENCE_S = 1.0
 
 _abandoned: list[object] = []
 """Requests abandoned after an error, into whose arrays MPI may still write."""
+
+
+def interrupts(error: BaseException) -> bool:
+    """Return whether ``error`` interrupts its thread, whatever this was doing.
+
+    It is Ctrl-C's, or one that a signal's handler raised. Such an error leaves the function that the program has called
+    at once, also if it comes while that advances an operation of another call.
+    """
+    if not isinstance(error, Exception):
+        return True
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    codes = {getattr(getattr(handler, "__func__", handler), "__code__", None) for handler in handlers} - {None}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def run_until_complete(steps: StepsTo[T]) -> T:
@@ -142,11 +157,19 @@ class Operation(Generic[T]):
         self._progress.watchdog.leave(self.call)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Note that it is over, with its `value` or an error."""
-        self.error, self.is_over = error, True
+        """Note that it is over, with its `value` or an error.
+
+        What interrupts the thread that advances it is an error of that thread; the operation is incomplete for good.
+        """
         progress = self._progress
-        if error is not None and is_of_all(self.call):
-            progress.watchdog.abandon(self.call[0].removeprefix(_WAIT_FOR), error)
+        if error is not None:
+            name = self.call[0].removeprefix(_WAIT_FOR)
+            if is_of_all(self.call):
+                progress.watchdog.abandon(name, error)
+            if interrupts(error):
+                got = f"{type(error).__name__} in the thread that advanced it"
+                error = WorldAborted(name, expected="the operation's end", got=got)
+        self.error, self.is_over = error, True
         if progress.watchdog.tested is self:  # another request's test may have ended it
             progress.watchdog.tested = None
         if self._callbacks:
@@ -197,11 +220,10 @@ class PolledOperation(Operation[T]):
             if value is not NOT_YET:
                 self.value = value
                 self.end()
-        except Exception as error:
+        except BaseException as error:
             self.end(error)
-        except BaseException as error:  # Ctrl-C ends the wait with the operation incomplete
-            self.end(error)
-            raise
+            if interrupts(error):
+                raise
         return self.is_over
 
 
@@ -237,11 +259,14 @@ class RunningTask:
         """Raise ``error`` in the algorithm at its wait; return whether that has ended it."""
         _abandoned.append(self._waiting)
         self._waiting = []
+        has_ended = False
         try:
             self._waiting = list(self._steps.throw(error))
         except StopIteration:
-            return True
-        return False
+            has_ended = True
+        if interrupts(error):
+            raise error
+        return has_ended
 
 
 class TaskGroup:
@@ -290,6 +315,8 @@ def all_ended(machines: Sequence[Steps]) -> Steps:
         try:
             yield from machine
         except Exception as error:
+            if interrupts(error):
+                raise
             errors.append(error)
 
     yield [TaskGroup(map(caught, machines))]
@@ -462,11 +489,12 @@ class ProgressEngine:
                     operation.value = yield from steps
                 finally:
                     self._num_begun -= peers is None
-            except Exception as error:
+            except GeneratorExit:
+                raise  # the engine is gone
+            except BaseException as error:
                 operation.end(error)
-            except BaseException as error:  # Ctrl-C ends the wait with the operation incomplete
-                operation.end(error)
-                raise
+                if interrupts(error):
+                    raise
             else:
                 operation.end()
 

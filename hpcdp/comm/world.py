@@ -482,7 +482,7 @@ class World:
         kept["abandoned"] = self.kept, [getattr(self, name) for name in FIELDS]  # MPI may still write into buffers
         refuse(
             self, WorldAborted, kept, expected="ranks that are in step",
-            got=f"a world in which {type(error).__name__} has ended this rank's {operation} halfway",
+            got=f"a world in which {type(error).__name__} has ended {operation} of this rank halfway",
             remedy="end the job; let handlers of signals only set a variable that the program reads between calls",
         )  # fmt: skip
 

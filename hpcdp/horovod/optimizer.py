@@ -143,6 +143,7 @@ def _write(param: torch.Tensor, values: torch.Tensor) -> None:
 class _DistributedOptimizer(torch.optim.Optimizer):
     """The methods that `DistributedOptimizer` adds to the class of an optimizer."""
 
+    param_groups: list[dict[str, Any]]
     _reduction: _Reduction
     _skips: bool
 
@@ -208,9 +209,17 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load a state, and forget the gradients of the current step."""
+        """Load a state, and forget the gradients of the current step.
+
+        The groups stay the same objects, which the optimizer in it shares: a scheduler may have been made for that one.
+        """
         self._reduction.reset()
+        groups = self.param_groups
         super().load_state_dict(state_dict)
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.clear()
+            group.update(loaded)
+        self.param_groups = groups
 
 
 def DistributedOptimizer(

@@ -31,7 +31,7 @@ from ..collectives import Monoid, data_movement, intra_node
 from ..collectives.staging import tell
 from ..comm import World, init
 from ..comm.communicator import wait_for
-from ..comm.progress import YIELDS, Operation, ProgressEngine
+from ..comm.progress import YIELDS, Operation, ProgressEngine, interrupts
 from ..comm.watchdog import Watchdog
 from ..core.arrays import Array, kinds
 from ..errors import ConfigError, HpcdpError, TimeLimitError, UnsupportedError
@@ -206,8 +206,10 @@ class Work(dist._Work):  # type: ignore[misc]
             for operation in self._operations:
                 try:
                     operation.test()
-                except BaseException:  # raised by `wait`
-                    continue
+                except BaseException as error:
+                    if interrupts(error):
+                        raise
+                    continue  # raised by `wait`
         return self._is_over
 
     def is_success(self) -> bool:
@@ -259,8 +261,10 @@ class Work(dist._Work):  # type: ignore[misc]
                 wait_for(test, YIELDS)
         except TimeLimitError:
             raise
-        except Exception:  # of the operation; `_count` keeps it
-            return
+        except Exception as error:
+            if interrupts(error):
+                raise
+            return  # of the operation; `_count` keeps it
 
     @_never_compiled
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:

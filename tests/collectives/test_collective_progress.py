@@ -1,6 +1,7 @@
 """Machines that progress together: any order of waiting, errors of one of them, and blocking calls between them."""
 
 import os
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,9 +17,19 @@ from raises import raises
 from hpcdp.collectives import ALGORITHMS, allreduce, broadcast, iallreduce
 from hpcdp.comm import thread_comm
 from hpcdp.comm.communicator import OPERATION_BITS, PolledRequest, disagree
-from hpcdp.comm.progress import TAGS, ProgressEngine, TaskGroup, in_lanes, run_until_complete, segments, together
+from hpcdp.comm.progress import (
+    NOT_YET,
+    TAGS,
+    ProgressEngine,
+    TaskGroup,
+    all_ended,
+    in_lanes,
+    run_until_complete,
+    segments,
+    together,
+)
 from hpcdp.comm.watchdog import Watchdog
-from hpcdp.errors import MismatchError, UnsupportedError
+from hpcdp.errors import MismatchError, UnsupportedError, WorldAborted
 
 
 class Switch:
@@ -325,13 +336,59 @@ def test_an_operation_whose_segment_was_interrupted_is_not_complete_when_it_is_a
         )
         other = ProgressEngine.of(world).start("sum", segment(3), np.ones(1))
         switch.on = True
-        for _ in range(2):
-            with pytest.raises(KeyboardInterrupt):
-                interrupted.wait()
+        with pytest.raises(KeyboardInterrupt):
+            interrupted.wait()
+        with raises(WorldAborted, operation="sum", got="KeyboardInterrupt"):
+            interrupted.wait()
         other.wait()
         ProgressEngine.of(world).finish()
 
     thread_comm.run(1, rank)
+
+
+@pytest.mark.parametrize("place", ["steps", "request", "poll"])
+def test_the_exception_of_a_signals_handler_leaves_the_wait_for_any_operation(place):
+    """It comes while another one is advanced."""
+    switch = Switch()
+
+    def handler(*_):
+        raise TimeoutError
+
+    class Request:
+        def test(self):
+            return handler()
+
+    def one_stage(request):
+        yield [request]
+
+    def by_steps():
+        yield [switch]
+        handler()
+
+    def by_request():
+        yield [switch]
+        yield from all_ended([one_stage(Request())])
+
+    def rank(world):
+        progress = ProgressEngine.of(replace(world, concurrent=False))
+        if place == "poll":
+            other = progress.start_polled("other", lambda: handler() if switch.on else NOT_YET, np.ones(1))
+        else:
+            other = progress.start("other", by_steps() if place == "steps" else by_request(), np.ones(1))
+        mine = progress.start("mine", one_stage(PolledRequest(lambda: False)), np.ones(1))
+        switch.on = True
+        with pytest.raises(TimeoutError):
+            mine.wait()
+        with raises(WorldAborted, operation="other", got="TimeoutError"):
+            other.wait()
+        assert not mine.test()
+        progress.active.running.clear()
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        thread_comm.run(1, rank)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_an_operation_that_cannot_start_says_so_at_once():

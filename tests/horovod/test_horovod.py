@@ -11,7 +11,7 @@ only_on(2, 3)
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import hpcdp.horovod.torch as hvd
-from hpcdp.errors import ConfigError, MismatchError, MismatchError, StaleGradientError, UnsupportedError
+from hpcdp.errors import ConfigError, MismatchError, StaleGradientError, UnsupportedError
 
 pytestmark = pytest.mark.mpi
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -385,11 +385,14 @@ def test_broadcast_of_states_and_objects(rule):
     if hvd.rank() == 0:
         loss_of(model, 0, 0).backward()
         optimizer.step()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     optimizer = hvd.DistributedOptimizer(optimizer)
     hvd.broadcast_parameters(model.named_parameters(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     states = hvd.allgather_object(optimizer.state_dict()["state"])
     assert optimizer.param_groups[0]["lr"] == 0.1
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
     for name, values in states[0].items():
         for key, value in values.items():
             assert torch.equal(torch.as_tensor(states[-1][name][key]), torch.as_tensor(value))
