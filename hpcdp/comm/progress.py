@@ -554,6 +554,12 @@ class ProgressEngine:
         """True if an operation of all ranks need not wait for earlier ones to begin."""
         return not self._not_begun
 
+    @property
+    def has_collectives(self) -> bool:
+        """True while an operation of all ranks is in progress, for which others may wait."""
+        polled = (task for task in self.active.running if isinstance(task, PolledOperation))
+        return bool(self._num_begun or self._not_begun) or any(is_of_all(task.call) for task in polled)
+
     def wake(self) -> None:
         """Let the progress lane poll at once, if it naps or sleeps."""
         with self.turn:

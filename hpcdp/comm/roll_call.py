@@ -143,8 +143,10 @@ def mismatch(waiting: Mapping[int, WaitingCall]) -> MismatchError:
         kind = f", one of the {call.kind}," if waiting[first].text == waiting[odd].text else ""
         where = f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks, _MOST_NAMES)}"
         named.append((f"{call.text}{kind}", where))
+    text = waiting[first].text
+    operation = text.partition(" (" if text.startswith("the ") else " ")[0]
     error = MismatchError(
-        waiting[first].text.partition(" ")[0], expected=" as on ".join(named[0]), got=" on ".join(named[1]),
+        operation, expected=" as on ".join(named[0]), got=" on ".join(named[1]),
         remedy="call the same on all ranks, in the same order",
     )  # fmt: skip
     error.is_on_every_rank = True

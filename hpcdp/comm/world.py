@@ -476,13 +476,14 @@ class World:
         """
         if self.size == 1 or self.is_closed:
             return
+        name = operation.partition(" (")[0]  # without what a report of waiting ranks adds
         kept: dict[object, Any] = {key: self.kept[key] for key in (Engine, Watchdog) if key in self.kept}
         if (watchdog := kept.get(Watchdog)) is not None:
             watchdog.end(ABANDONED)
         kept["abandoned"] = self.kept, [getattr(self, name) for name in FIELDS]  # MPI may still write into buffers
         refuse(
             self, WorldAborted, kept, expected="ranks that are in step",
-            got=f"a world in which {type(error).__name__} has ended {operation} of this rank halfway",
+            got=f"a world in which {type(error).__name__} has ended {name} of this rank halfway",
             remedy="end the job; let handlers of signals only set a variable that the program reads between calls",
         )  # fmt: skip
 

@@ -9,6 +9,7 @@ left backward.
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager
@@ -17,6 +18,7 @@ from functools import partial
 import numpy as np
 
 from ..collectives import halving_doubling
+from ..collectives.staging import errors_of
 from ..comm import Communicator, World
 from ..comm.communicator import OPERATION_BITS, Steps, make_tag, resolve
 from ..comm.progress import ProgressEngine, run_until_complete
@@ -68,6 +70,7 @@ class StepSync:
     ) -> None:
         self._operation = operation
         self._size = world.size
+        self._world = weakref.ref(world)
         self._progress = ProgressEngine.of(world)
         self._signature = signature
         self._run: Callable[[Steps], None] = run_until_complete if lane is None else partial(_run_on_lane, lane)
@@ -83,9 +86,15 @@ class StepSync:
         """Return the sums of a few ``numbers`` over all ranks, the same bits on each; blocks until all have called.
 
         Every rank must call, with the same count of numbers.
+
+        Raises:
+            HpcdpError: the world is closed, or an exception has ended an earlier exchange halfway; see `World.abandon`.
         """
         if self._size == 1:
             return list(numbers)
+        if (world := self._world()) is not None and world.is_closed:
+            with errors_of(self._operation.partition(" (")[0]):
+                world.barrier()  # raises why
         self._begun += 1
         with self._progress.watchdog.watching(self._operation, counted=self._counted):
             self._progress.finish()  # as before any blocking collective

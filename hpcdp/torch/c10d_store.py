@@ -200,6 +200,8 @@ class MpiStore(dist.Store):  # type: ignore[misc]
         """Return the keys."""
         return list(self._ask("list_keys"))
 
+    deleteKey, getNumKeys = delete_key, num_keys  # as C++ calls them, in a PrefixStore
+
     def has_extended_api(self) -> bool:
         """Return whether it has `append`, `multi_get` and `multi_set`."""
         return True

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -259,11 +260,11 @@ class Work(dist._Work):  # type: ignore[misc]
                     pass
             else:
                 wait_for(test, YIELDS)
-        except TimeLimitError:
-            raise
         except Exception as error:
             if interrupts(error):
                 raise
+            if not operation.is_over:
+                raise _as_runtime_error(error) from None
             return  # of the operation; `_count` keeps it
 
     @_never_compiled
@@ -450,14 +451,24 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return False
 
     def _wait_for_pending_works(self) -> None:
-        self.world.settle()
+        progress, deadline = ProgressEngine.of(self.world), time.monotonic() + self._timeout.total_seconds()
+
+        def is_done() -> bool:
+            return progress.advance_all() or not progress.has_collectives or time.monotonic() > deadline
+
+        wait_for(is_done, YIELDS)
 
     def shutdown(self) -> None:
-        """End the group: complete its operations, and release its communicators, memory and threads."""
+        """End the group: complete its operations, and release its communicators, memory and threads.
+
+        It waits as long as the group's timeout, not for messages, and not while an exception unwinds the program.
+        """
         for group in self._nccl.values():
             if group is not None:
                 group.shutdown()
         if not self.world.is_closed:
+            if sys.exc_info()[0] is None:
+                self._wait_for_pending_works()
             self.world.close()
 
     def abort(self) -> None:

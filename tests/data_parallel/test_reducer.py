@@ -16,7 +16,7 @@ from hpcdp.comm import thread_comm
 from hpcdp.data_parallel import Reducer, bucket_layout
 from hpcdp.data_parallel.bucket_layout import State
 from hpcdp.data_parallel.overlap import STALLED_S, CommunicationLane
-from hpcdp.errors import StaleGradientError
+from hpcdp.errors import StaleGradientError, WorldAborted
 
 SHAPES = [(7, 3), (5,), (40, 30), (1,), (3000,)]
 NODES = [(1, None), (2, None), (3, None), (2, 1), (3, 1), (4, 2), (5, 2), (6, (2, 1, 3))]
@@ -108,6 +108,18 @@ def test_ranks_that_differ_in_order_and_pace_do_not_wait_for_ever(nodes, seed):
             made.barrier()
 
     thread_comm.run(n, rank, nodes)
+
+
+def test_a_step_after_one_that_an_exception_has_ended_halfway_is_refused():
+    """It would be paired with the step of which other ranks still wait for the end."""
+
+    def rank(world):
+        reducer, _ = make(world, False)
+        world.abandon("the closing exchange of a step (see the guide)", KeyboardInterrupt())
+        with raises(WorldAborted, operation="the closing exchange of a step", got="KeyboardInterrupt has ended the"):
+            reducer.tally(1.0)
+
+    thread_comm.run(2, rank)
 
 
 def test_the_states_of_a_bucket_can_be_seen():

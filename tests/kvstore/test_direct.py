@@ -366,9 +366,9 @@ def test_calls_of_several_threads_end_for_the_watchdog_too():
         first, second = dog.watching("the first"), dog.watching("the second")
         first.__enter__()
         second.__enter__()
-        first.__exit__()
+        first.__exit__(None, None, None)
         within = dog.call
-        second.__exit__()
+        second.__exit__(None, None, None)
         return within[0], dog.call
 
     assert thread_comm.run(1, one) == [("the second", None)]

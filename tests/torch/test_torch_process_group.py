@@ -381,6 +381,21 @@ def test_the_watchdog_observes_futures_and_waits_for_the_groups_timeout():
     dist.destroy_process_group(group)
 
 
+def test_the_end_of_a_group_completes_what_is_in_progress_but_messages():
+    """Otherwise a rank that ends it first would leave the others waiting, and wait itself."""
+    n, me = dist.get_world_size(), dist.get_rank()
+    group = dist.new_group()
+    x = torch.ones(3)
+    message = dist.irecv(torch.empty(1), (me + 1) % n, group=group) if n > 1 else None
+    work = dist.all_reduce(x, group=group, async_op=True)
+    dist.destroy_process_group(group)
+    work.wait()
+    assert (x == n).all()
+    if message is not None:
+        with pytest.raises(RuntimeError):
+            message.wait(timedelta(seconds=5))
+
+
 def test_blocking_and_started_calls_match():
     me = dist.get_rank()
     for k in range(4):
