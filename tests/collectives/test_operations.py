@@ -461,6 +461,15 @@ def test_a_reduction_of_ones_own_needs_an_algorithm_for_it(n, collective, algori
         thread_comm.run(n, lambda world: COLLECTIVES[collective](np.ones(3), mine, world=world, algorithm=algorithm))
 
 
+def test_a_reduction_of_ones_own_differs_from_the_named_one_whose_name_it_has():
+    def rank(world):
+        op = Monoid(np.add, name="sum") if world.rank == 0 else "sum"
+        with raises(MismatchError, operation="allreduce", expected="op Monoid 'sum' as on rank 0", got="op 'sum'"):
+            allreduce(np.ones(3), op, world)
+
+    thread_comm.run(2, rank)
+
+
 def test_a_reduction_of_ones_own_needs_no_identity():
     def rank(world):
         allreduce(x := np.array([world.rank, 2.0]), Monoid(np.fmax, name="fmax"), world)

@@ -347,6 +347,9 @@ def test_groups_and_store():
     with pytest.raises(RuntimeError, match="other"):
         store.wait(["other"], timedelta(seconds=0.05))
     dist.barrier()
+    assert store.num_keys() >= n + 1  # of all groups
+    dist.barrier()
+    assert store.delete_key(f"key {me}") and not store.check([f"key {me}"])
 
 
 def test_a_late_rank_is_a_runtime_error():
