@@ -1,4 +1,4 @@
-"""What ordinary runs take of grids of parameters and of numbers of ranks; `make test-thorough` takes all."""
+"""Choice of the cases, and of the numbers of ranks, of ordinary runs; `make test-thorough` runs all."""
 
 import itertools
 import os

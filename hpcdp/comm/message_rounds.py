@@ -317,7 +317,7 @@ class ByMessages:
         return [Sum(piece, op, rank, n) for piece in split(total, -(-total.nbytes // MOST_NBYTES))]
 
     def agree(self, call: Call, carried: Sequence[Carried] = (NOTHING,)) -> None:
-        """RoutedBlock until every rank has made ``call``, and exchange what is ``carried``, one after another.
+        """Block until every rank has made ``call``, and exchange what is ``carried``, one after another.
 
         Raises:
             MismatchError: ranks have made different calls; the same on every rank. The data are undefined then.

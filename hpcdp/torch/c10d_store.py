@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ..collectives.objects import decoded, encoded
 from ..comm import World, init
 from ..comm.communicator import Communicator
+from ..comm.consistency import on_rank_0
 from ..errors import TimeLimitError
 
 _REQUEST, _REPLY = 1, 2
@@ -28,10 +29,6 @@ _NAPS_S = (50e-6, 10e-3)
 """Seconds of the first and the longest nap of a thread that waits for a message."""
 _LEAST_LIMIT_S = 60.0
 """The shortest wait for an answer of rank 0, which may run code that holds the GIL."""
-
-
-_HOST = "host of rank 0"
-"""A key."""
 
 
 def open_store(timeout: timedelta | None = None) -> tuple[Any, int, int, str | None]:
@@ -46,13 +43,8 @@ def open_store(timeout: timedelta | None = None) -> tuple[Any, int, int, str | N
     if timeout is not None:
         store.set_timeout(timeout)
     store.opened += 1  # keys of an earlier default group must not be found
-    opened = dist.PrefixStore(str(store.opened), store)
-    host = None
-    if world.num_nodes > 1:
-        if world.rank == 0:
-            opened.set(_HOST, socket.gethostname())
-        host = opened.get(_HOST).decode()
-    return opened, world.rank, world.size, host
+    host = on_rank_0(world.comm, socket.gethostname) if world.num_nodes > 1 else None
+    return dist.PrefixStore(str(store.opened), store), world.rank, world.size, host
 
 
 class Keys:

@@ -30,7 +30,7 @@ MOVING = [(c, a) for c in ("allgather", "broadcast") for a in [*ALGORITHMS[c], "
 RANKS = pytest.mark.parametrize(
     "n", [pytest.param(n, marks=pytest.mark.thorough if n in (4, 5, 7) else ()) for n in range(1, 9)]
 )
-"""Of powers of two, and of odd numbers, the ordinary tests leave out some."""
+"""The numbers of ranks of ordinary tests, which leave out some powers of two, and some odd numbers."""
 THOROUGH = os.environ.get("HPCDP_TEST_THOROUGH")
 LIKE_OTHERS = ("int32", "uint8", "uint32")
 """Of which `shared` has kernels that are compiled from the same lines as those of the integers left."""
@@ -82,7 +82,7 @@ def check_moving(collective, algorithm, world, dtype, count, root):
 
 
 def counts_of(case, number, n):
-    """Of ordinary runs: each count with half of the cases that run at each n, and with a third of the others."""
+    """Select cases: ordinary runs take each count with half of those that run at each n, and a third of the others."""
     if THOROUGH and case in FEW:
         return counts(n)
     return counts(n)[(FEW.index(case) + n) % 2 :: 2] if case in FEW else counts(n)[number // 3 % 3 :: 3]

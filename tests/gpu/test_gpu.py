@@ -53,7 +53,7 @@ FEW = [
     Job("nccl", 2, gpus=2), Job("cuda_ipc", 3), Job("reducer", 4, 2), Job("reducer", 2, gpus=2), Job("delivery", 1),
     Job("stores", 3, gpus=2), Job("states", 1), Job("overflow", 2), Job("training", 4, 2), Job("training", 2, gpus=2),
 ]  # fmt: skip
-"""Of ordinary runs without a GPU: each case; tests/data_parallel and tests/kvstore have more numbers of ranks."""
+"""Cases of ordinary runs without a GPU, each once; tests/data_parallel and tests/kvstore have more numbers of ranks."""
 GRAPHS = [Job("graphs", 1), Job("graphs", 2), Job("graphs", 4, 2), Job("graphs", 2, gpus=2), Job("graphs", 3, gpus=2)]
 
 

@@ -207,7 +207,7 @@ def test_a_rank_that_has_ended_its_program_is_named_and_unharmed(per_node, tmp_p
         assert "Real-time signal" not in job.said
 
 
-@pytest.mark.thorough  # late ranks are told by test_watchdog.py, of threads
+@pytest.mark.thorough  # test_watchdog.py reports late ranks, of threads
 @pytest.mark.parametrize(
     ("ranks", "per_node"),
     [(2, None), (2, 1), (3, 2)],
