@@ -159,6 +159,24 @@ class Terminated(KeyboardInterrupt):
     """A SIGTERM that unwinds the program as Ctrl-C does. The command line exits with 143."""
 
 
+def interrupts(error: BaseException) -> bool:
+    """Return whether ``error`` interrupts its thread, whatever this was doing.
+
+    It is Ctrl-C's, or one that a signal's handler raised. Such an error leaves the function that the program has called
+    at once, also if it comes while that advances an operation of another call.
+    """
+    if not isinstance(error, Exception):
+        return True
+    import signal
+
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    codes = {getattr(getattr(handler, "__func__", handler), "__code__", None) for handler in handlers} - {None}
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code not in codes:
+        trace = trace.tb_next
+    return trace is not None
+
+
 def printable(text: str) -> str:
     """Return ``text`` with unprintable characters escaped, so that it has no effect on a terminal."""
     return text if text.isprintable() else "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

@@ -17,7 +17,6 @@ from ..comm import Monoid, World
 from ..comm.communicator import Steps, StepsTo, bounds
 from ..comm.consistency import Call
 from ..comm.progress import Operation, all_ended
-from ..comm.watchdog import Watchdog
 from ..core.arrays import Array, from_host
 from ..core.checks import described
 from ..errors import UnsupportedError
@@ -213,7 +212,7 @@ def _to_its_end(operation: str, world: World | None) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        Watchdog.of(ranks_of(world)).abandon(operation, error)
+        ranks_of(world).abandon(operation, error)
         raise
 
 

@@ -11,10 +11,8 @@ others.
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
-import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +20,7 @@ from typing import Any, Generic, TypeVar
 
 from ..core.arrays import Array
 from ..engine.engine import ADVANCED
-from ..errors import UnsupportedError, WorldAborted
+from ..errors import UnsupportedError, WorldAborted, interrupts
 from .communicator import LANE_BITS, OPERATION_BITS, PolledRequest, Request, Steps, StepsTo, make_tag, split, wait_for
 from .consistency import Call, Calls
 from .node_messages import Mailbox
@@ -34,7 +32,8 @@ T = TypeVar("T")
 TAGS = 1 << LANE_BITS
 """Tags of one operation, the maximum number of its lanes of segments."""
 
-_WAIT_FOR = "wait for "
+WAIT_FOR = "wait for "
+"""The beginning of the name of an operation in progress, for the watchdog."""
 YIELDS = 200
 """Tests, each after a yield of the core, before a thread that waits for an operation naps: some 0.2 ms."""
 PATIENCE_S = 1.0
@@ -42,19 +41,6 @@ PATIENCE_S = 1.0
 
 _abandoned: list[object] = []
 """Requests abandoned after an error, into whose arrays MPI may still write."""
-
-
-def interrupts(error: BaseException) -> bool:
-    """Return whether ``error`` interrupts its thread, whatever this was doing.
-
-    It is Ctrl-C's, or one that a signal's handler raised. Such an error leaves the function that the program has called
-    at once, also if it comes while that advances an operation of another call.
-    """
-    if not isinstance(error, Exception):
-        return True
-    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
-    codes = {getattr(getattr(handler, "__func__", handler), "__code__", None) for handler in handlers} - {None}
-    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def run_until_complete(steps: StepsTo[T]) -> T:
@@ -163,7 +149,7 @@ class Operation(Generic[T]):
         """
         progress = self._progress
         if error is not None:
-            name = self.call[0].removeprefix(_WAIT_FOR)
+            name = self.call[0].removeprefix(WAIT_FOR)
             if is_of_all(self.call):
                 progress.watchdog.abandon(name, error)
             if interrupts(error):
@@ -694,7 +680,7 @@ class ProgressEngine:
 
 def _watched(name: str, x: object, peers: Sequence[int] | None) -> tuple[Any, ...]:
     """Return an operation as `Watchdog.watching` describes calls; arguments as for `ProgressEngine.start`."""
-    return (f"{_WAIT_FOR}{name}", x) if peers is None else (name, x, list, OWN, *peers)
+    return (f"{WAIT_FOR}{name}", x) if peers is None else (name, x, list, OWN, *peers)
 
 
 def _next(queue: list[T]) -> T | None:

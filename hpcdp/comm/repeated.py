@@ -35,7 +35,7 @@ from .message_rounds import (
     parts_on_the_way,
     power_of_two,
 )
-from .progress import NOT_YET, Operation, PolledOperation, ProgressEngine, RunningTask, run_until_complete
+from .progress import NOT_YET, WAIT_FOR, Operation, PolledOperation, ProgressEngine, RunningTask, run_until_complete
 from .world import World
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class BoundExchange(NamedTuple):
         not_yet = memory.exchange.NOT_YET
         progress, meetings, protected = ProgressEngine.of(world), world.meetings, state.held
         watchdog, calls, turn = progress.watchdog, progress.calls, progress.turn
-        name, watched = call.operation, f"wait for {call.operation}"
+        name, watched = call.operation, f"{WAIT_FOR}{call.operation}"
 
         def start(finish: Callable[[], T], usual: Any, x: Any, out: Any) -> Operation[T] | None:
             if meetings or (protected and state.protection_of(out) is not None):

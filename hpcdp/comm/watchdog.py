@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO
 import numpy as np
 
 from .. import kernels
-from ..errors import ConfigError, HpcdpError, MismatchError, WorldAborted, listed, report_directly
+from ..errors import ConfigError, MismatchError, WorldAborted, listed, report_directly
 from .communicator import exchange_of
 from .consistency import Calls, called
 from .roll_call import (
@@ -272,7 +272,7 @@ class Watchdog:
     ) -> _Watching:
         """Return a context that watches a call to which all ranks come, so that missing ranks can be named.
 
-        An exception that leaves a call without ``behind`` abandons the world, see `abandon`.
+        An interrupted call without ``behind`` abandons the world, see `World.abandon`.
 
         Args:
             operation: the name of the call.
@@ -302,11 +302,8 @@ class Watchdog:
         self._open.pop(id(call), None)
 
     def abandon(self, operation: str, error: BaseException) -> None:
-        """Abandon the world, because ``error`` has ended this rank's collective call; see `World.abandon`.
-
-        It does nothing after an `HpcdpError`, which leaves all ranks in step.
-        """
-        if not isinstance(error, HpcdpError) and (world := self._world()) is not None:
+        """Call `World.abandon` of the world, if it lives."""
+        if (world := self._world()) is not None:
             world.abandon(operation, error)
 
     def end(self, why: str = LEFT) -> None:

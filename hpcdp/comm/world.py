@@ -26,7 +26,7 @@ from ..core.arrays import Device, cpu, cuda_release, gpu
 from ..core.checks import instance, whole_number, whole_numbers
 from ..engine import Engine
 from ..engine.engine import Trace
-from ..errors import ConfigError, DeviceError, UnsupportedError, WorldAborted
+from ..errors import ConfigError, DeviceError, UnsupportedError, WorldAborted, interrupts
 from .communicator import Communicator, tell_servers
 from .consistency import FIELDS, Call, Calls, Refused, refuse
 from .roll_call import ABANDONED, CLOSED
@@ -472,9 +472,9 @@ class World:
 
         Such as Ctrl-C, or an exception of a signal's handler: this rank's next call would be paired with one of which
         other ranks still wait for the end. Their watchdogs name this rank, and end the job if they need it. Nothing
-        happens to a world of one rank.
+        happens to a world of one rank, nor after an error of the operation itself (`errors.interrupts`).
         """
-        if self.size == 1 or self.is_closed:
+        if self.size == 1 or self.is_closed or not interrupts(error):
             return
         name = operation.partition(" (")[0]  # without what a report of waiting ranks adds
         kept: dict[object, Any] = {key: self.kept[key] for key in (Engine, Watchdog) if key in self.kept}

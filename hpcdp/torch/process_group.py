@@ -32,10 +32,10 @@ from ..collectives import Monoid, data_movement, intra_node
 from ..collectives.staging import tell
 from ..comm import World, init
 from ..comm.communicator import wait_for
-from ..comm.progress import YIELDS, Operation, ProgressEngine, interrupts
+from ..comm.progress import YIELDS, Operation, ProgressEngine
 from ..comm.watchdog import Watchdog
 from ..core.arrays import Array, kinds
-from ..errors import ConfigError, HpcdpError, TimeLimitError, UnsupportedError
+from ..errors import ConfigError, HpcdpError, TimeLimitError, UnsupportedError, interrupts
 from ..torch_backend import NAME
 from .tensors import is_lazy, resolved
 

@@ -391,6 +391,22 @@ def test_the_exception_of_a_signals_handler_leaves_the_wait_for_any_operation(pl
         signal.signal(signal.SIGUSR1, before)
 
 
+def test_an_operations_own_error_leaves_the_world_in_use():
+    """Such as that of a result which an array does not take any more."""
+
+    def steps():
+        yield []
+        raise ValueError("assignment destination is read-only")
+
+    def rank(world):
+        operation = ProgressEngine.of(world).start("sum", steps(), np.ones(1))
+        with pytest.raises(ValueError, match="read-only"):
+            operation.wait()
+        return allreduce(np.ones(3), world=world).tolist()
+
+    assert thread_comm.run(2, rank) == [[2.0] * 3] * 2
+
+
 def test_an_operation_that_cannot_start_says_so_at_once():
     def rank(world):
         with raises(UnsupportedError, operation="allreduce", where="algorithm='shared'", expected=[8, 32, 64]):
